@@ -31,10 +31,11 @@ from dev.common.flags import parse_flags, split_names
 from dev.common.gpus import GPUS, REGISTERS, digits
 from dev.common.nvrtc import NotCompiled, compile_cuda
 from dev.features.devices import Cuda
-from dev.features.fp8.fp8 import OUTPUT as FP8_OUTPUT
+from dev.features.fp8.fp8 import OUTPUT as FP8_OUTPUT, SOURCE as FP8
 from dev.features.fused_biases import OUTPUT, SOURCE as FUSED, FusedBiases, output_switches
 from dev.features.hopper.attention_five import FiveProducts, SOURCES as FIVE
 from dev.features.hopper.gelu_products import SOURCES as GELU
+from dev.features.order import SOURCES
 from dev.features.seams import GPT2
 from dev.llama3.train_llama3 import Config3, Llama3
 from prepro_tinyshakespeare import UserError, run_main
@@ -50,14 +51,10 @@ ALL = ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120"]
 FEW = {"sm_80": ("bf16", 64), "sm_86": ("fp32", 128), "sm_89": ("tf32", 80), "sm_120": ("bf16", 96)}
 FLAGS = [(None, "--few", "switch", 0, "sm_90a, and one model for each of a few others")]
 CAPABILITIES = {f"sm_{digits(capability)}": capability for capability in GPUS}
-LLAMA, MOMENTS, FP8, SMOOTHING, AVERAGE, OUTLIERS, SUMS, RECOMPUTE, RECOMPUTE_LLAMA = (
-    TOP / f"dev/{name}.cu" for name in (
-        "llama3/llama3", "features/moments", "features/fp8/fp8", "features/label_smoothing",
-        "features/ema", "features/outliers", "features/ranks/sums", "features/recompute",
-        "features/recompute_llama"))
+LLAMA = Config3.SOURCES[-1]
 DTYPES = {"fp32": ["-DFP32"], "tf32": ["-DTF32"], "bf16": ["-DBF16"],
           "fp8": ["-DBF16", *output_switches(FP8_OUTPUT)]}
-FEATURES = [FUSED, LLAMA, MOMENTS, SMOOTHING, AVERAGE, OUTLIERS, SUMS, RECOMPUTE, RECOMPUTE_LLAMA]
+FEATURES = [LLAMA, *(path for path in SOURCES if path not in (FP8, *FIVE, *GELU))]
 LAB = [TOP / "dev/lab/tiles.cu", *sorted((TOP / "dev/lab/kernels").glob("*.cu"))]
 LAB_WGMMA = [LLAMA, *(path for path in LAB
                       if re.search("HAS_WGMMA|HEAD_LD", path.read_text("utf-8")))]
@@ -69,7 +66,7 @@ def compile_for(gpu, dtype, c, beside=(), spilled=SPILLED, unused=None):
     in their names any number."""
     # as FastCuda
     hopper = gpu == "sm_90a" and "-DBF16" in DTYPES[dtype] and c.C // c.NH in range(64, 129, 8)
-    # as FiveProductsTraining
+    # as its Feature
     beside = [path for path in beside if path != FIVE[-1] or hopper and c.C // c.NH == 128]
     sources, own = [*c.SOURCES, *beside], read_kernels(c.SOURCES)
     text = "".join(path.read_text(encoding="utf-8") for path in sources)

@@ -7,17 +7,14 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from dev.common.config import Config
 from dev.common.cuda_source import parameters_of
+from dev.features import order
 from dev.features.devices import FastCuda
+from dev.llama3.train_llama3 import Config3
 from prepro_tinyshakespeare import UserError
-from train_gpt2 import HERE, read_kernels
+from train_gpt2 import read_kernels
 
-SOURCES = [*Config.SOURCES, HERE / "dev/features/moments.cu", HERE / "dev/features/fp8/fp8.cu",
-           HERE / "dev/llama3/llama3.cu", HERE / "dev/features/hopper/hopper.cuh",
-           HERE / "dev/features/hopper/attention_five.cu",
-           HERE / "dev/features/hopper/gelu_products.cu",
-           HERE / "dev/features/fused_biases.cu"]
+SOURCES = [*Config3.SOURCES, *order.SOURCES]
 
 # A kernel's bytes are those of its arrays, each counted once: read if the parameter is const, else
 # written. There are three kinds of exceptions. These arrays are both read and written:

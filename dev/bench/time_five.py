@@ -16,13 +16,13 @@ import os
 
 import numpy as np
 
+from dev.common.gpus import capability
 from dev.common.flags import parse_flags
 from dev.cpu.device import Cpu
 from dev.features.devices import device_class
 from dev.features.fused_biases import SOURCE as FUSED, SummedOutputs
 from dev.features.hopper.attention_five import (
     HOPPER, ROWS, SOURCES, five_table, launch_delta, launch_dq, launch_five)
-from dev.features.order import capability
 from dev.lab import heads, timing
 from dev.lab.bench import Bench
 from dev.lab.ladder import ANY, Ladder, SwitchedConfig, Version, parse_sizes

@@ -50,7 +50,7 @@ def make(name):
     config = Config(C=768, NH=12)
     if name == "cpu":
         return Cpu("bf16", config, SOURCES, only=KERNELS)
-    return with_own_gelu(with_timed_products(FastCuda))("bf16", config)
+    return with_own_gelu(with_timed_products(FastCuda))("bf16", config, SOURCES)
 
 
 def array_on(device, shape, dtype):

@@ -146,7 +146,7 @@ def train(c, weights, train_data, val_data, steps, place, flags, log):
 
 def check_followed(flags, table):
     """Raise UserError if a flag that is neither followed nor ignored differs from its default."""
-    for letter, name, _, default, _ in table:
+    for letter, name, _, default, *_ in table:
         key = name.removeprefix("--").replace("-", "_")
         if key not in FOLLOWED | IGNORED and getattr(flags, key) not in (None, default):
             raise UserError(f"{letter or name} {getattr(flags, key)}: PyTorch's twin does not do "

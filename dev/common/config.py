@@ -11,7 +11,7 @@ from train_gpt2 import (CHECKPOINT, HEADER_BYTES, KERNELS, STORED, TOKENS, check
                         matrices, read_config)
 
 
-def read_header(path, *kinds):
+def header_of_kinds(path, *kinds):
     """As train_gpt2.read_header, of a file of one of these kinds."""
     if len(kinds) == 1 or not os.path.isfile(path):
         return train_gpt2.read_header(path, kinds[0])
@@ -67,7 +67,7 @@ class Config(train_gpt2.Config):
 
 def read_parameters(path, c):
     """(name, values) of a checkpoint's tensors, mapped into memory as stored."""
-    header = read_header(path, c.FILE)
+    header = header_of_kinds(path, c.FILE)
     table = c.file_table(c.STORED[header[1]], header)
     start = os.path.getsize(path) - sum(row.nbytes for row in table)
     for row in table:
@@ -91,7 +91,7 @@ def draw_parameters(c, seed):
 
 def count_tokens(path, c=Config):
     """(number of tokens, their NumPy type) of a token file."""
-    header = read_header(path, *c.TOKEN_FILES)
+    header = header_of_kinds(path, *c.TOKEN_FILES)
     kind = next(kind for kind in c.TOKEN_FILES if kind.magic == header[0])
     dtype = c.TOKEN_FILES[kind]
     check_size(path, kind, HEADER_BYTES + dtype.itemsize * header[2])

@@ -2,6 +2,8 @@
 import re
 from typing import NamedTuple
 
+import numpy as np
+
 import train_gpt2
 from prepro_tinyshakespeare import UserError
 
@@ -25,7 +27,28 @@ def parameters_of(kernel):
     return found
 
 
-def read_kernels(sources, types=True):
+# What arrays of these parameters may have; real is the device's. Bytes may be anything.
+NUMBERS = {"float": "f4", "double": "f8", "int": "i4 u4", "short": "i2 u2", "char": "i1",
+           "size_t": "i8 u8"}
+known = {}  # {(a Kernel's id, real): the Kernel, and (index, types) of its arrays}
+
+
+def check_arrays(kernel, args, real):
+    """Raise UserError if an array of a launch has other numbers than its parameter."""
+    key = id(kernel), real
+    if key not in known:
+        types = NUMBERS | {"real": np.dtype(real).str}
+        known[key] = kernel, [
+            (i, {*map(np.dtype, f"{types[parameter.kind]} u1".split())})
+            for i, parameter in enumerate(parameters_of(kernel))
+            if parameter.array and parameter.kind in types]
+    for i, types in known[key][1]:
+        if args[i] is not None and args[i].dtype not in types:
+            raise UserError(f"{kernel.name}: {parameters_of(kernel)[i].name} is an array of "
+                            f"{args[i].dtype}, and the kernel reads {kernel.parameters[i].strip()}")
+
+
+def checked_kernels(sources, types=True):
     """As train_gpt2.read_kernels. Raises UserError unless each kernel has a good BLOCK over it and,
     with types, only parameters whose types a launch knows."""
     kernels = {}

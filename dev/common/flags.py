@@ -13,7 +13,7 @@ def parse_flags(description, table, arguments=None, defaults=True, groups=()):
     parser = group = Parser(description=description, allow_abbrev=False,
                             formatter_class=argparse.RawDescriptionHelpFormatter)
     for letter, name, *more in table:
-        kind, default, text = more
+        kind, default, text = more[:3]  # a feature's Flag has more
         group = parser.add_argument_group(groups[name]) if name in groups else group
         if isinstance(kind, tuple):
             form = dict(choices=kind)

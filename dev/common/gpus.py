@@ -1,4 +1,7 @@
-"""Limits of seven GPUs, for programs that run without one: shared memory, threads, blocks."""
+"""Limits of seven GPUs, for programs that run without one: shared memory, threads, blocks; and
+which GPU is here."""
+import contextlib
+import ctypes
 from typing import NamedTuple
 
 KB, MB, GB = 2**10, 2**20, 2**30
@@ -63,3 +66,19 @@ def blocks_that_fit(gpu, used, threads, dynamic=0):
     by_registers = REGISTERS // 4 // of_warp * 4 // warps  # a quarter has a quarter of them
     by_shared = gpu.of_multiprocessor // (-(-shared // 128) * 128 + gpu.reserved or 1)
     return min(gpu.blocks, gpu.threads // 32 // warps, by_registers, by_shared)
+
+
+def capability():
+    """The first GPU's compute capability as NVIDIA's driver reports it, 75 for 7.5; 0 without a
+    GPU. Importing CuPy would take a second."""
+    found = {75: ctypes.c_int(), 76: ctypes.c_int()}  # the driver's numbers for 7 and 5 of 7.5
+    with contextlib.suppress(OSError):
+        driver = ctypes.CDLL("libcuda.so.1")
+        driver.cuInit(0)
+        for attribute, value in found.items():
+            driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, 0)
+    return 10 * found[75].value + found[76].value
+
+
+def has_gpu():
+    return capability() > 0

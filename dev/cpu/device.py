@@ -16,7 +16,7 @@ import numpy as np  # after prepro_tinyshakespeare, which has said how its threa
 
 from dev.common.bf16 import to_bf16
 from dev.common.cache import cache_folder
-from dev.common.cuda_source import read_kernels
+from dev.common.cuda_source import check_arrays, checked_kernels
 from dev.common.student_text import for_cpu
 from dev.cpu import races
 from dev.cpu.places import with_calls
@@ -99,7 +99,7 @@ class Cpu:
         sources = [*dict.fromkeys([*c.SOURCES, *always, *beside])]
         self.dtype, self.compiled_for, self.HS = dtype or "fp32", c.switches(), c.C // c.NH
         self.students, self.warnings = [*students], ""
-        self.kernels = {name: kernel for name, kernel in read_kernels(sources).items() if not only
+        self.kernels = {name: kernel for name, kernel in checked_kernels(sources).items() if not only
                         or name in only}
         self.real = np.float32 if self.dtype in ("fp32", "tf32") else BF16
         self.hopper = "-DHOPPER" in os.environ.get("CXXFLAGS", "").split()  # bf16 alone
@@ -162,11 +162,15 @@ class Cpu:
             texts[path] = GLOBAL.sub(
                 lambda found: found[0] if found[1] in self.kernels else "inline", text)
 
+        spaces = dict.fromkeys(name for path, text in texts.items() if path not in self.students
+                               for name in re.findall(r"^namespace (\w+) \{", text, re.M))
+
         def program(called):
             """What is compiled, with files called as called(path) says."""
             return "".join([
                 f'#include "{called(HEADER)}"\n',
                 *(f'#line 1 "{called(path)}"\n{text}\n' for path, text in texts.items()),
+                *(f"using namespace {name};\n" for name in spaces),  # in which kernels may be
                 *(f"CPU_KERNEL({name})\n" for name in self.kernels)])
 
         # Copies of the repository share libraries, unless a flag names a folder or a debugger is to
@@ -255,6 +259,8 @@ class Cpu:
         args = FastCuda.with_tensor_maps(self, name, args)
         threads = threads or min(kernel.threads, self.max_threads)
         grid, block, args = kernel.plan(items, args, self.W, threads)
+        if not self.students:
+            check_arrays(kernel, args, self.real)
 
         def at(array):
             return 0 if array is None else array.__array_interface__["data"][0]

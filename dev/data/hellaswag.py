@@ -13,7 +13,7 @@ from pathlib import Path
 from dev.common.flags import parse_flags
 from dev.data.hub import download, list_files
 from dev.data.parquet_jsonl import read_rows, table_files
-from dev.features.file_kinds import read_header
+from dev.features.file_kinds import checked_header
 from dev.features.hellaswag_score import COMPLETIONS, EVAL_FILE, START
 from prepro_tinyshakespeare import (UserError, call_tiktoken, gpt2_encoding, make_header,
                                     replace_file, run_main)
@@ -72,7 +72,7 @@ def main(arguments=None):
     flags = parse_flags(__doc__, FLAGS, arguments)
     path = Path(flags.output)
     if path.exists():  # it is complete, since only then it gets its name
-        print(f"{path}: {read_header(path, EVAL_FILE)[2]:,} questions, is there already; to make "
+        print(f"{path}: {checked_header(path, EVAL_FILE)[2]:,} questions, is there already; to make "
               "it anew, delete it")
         return
     encoding = gpt2_encoding()

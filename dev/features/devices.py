@@ -1,7 +1,9 @@
 """Devices by name, for features, tools and tests: the trainer's GPU with more CUDA files than
 kernels.cu, and --device cpu and --graph 0, since train_gpt2.py only knows GPUs and graphs."""
 import train_gpt2
+from dev.common.cuda_source import check_arrays
 from dev.cpu.device import Cpu
+from dev.features.declare import Feature, Flag
 from prepro_tinyshakespeare import UserError
 
 
@@ -19,6 +21,11 @@ class Beside:
     def compile(self, sources):
         _, *more = sources  # kernels.cu is in self.sources
         super().compile([*self.sources, *more])
+
+    def launch(self, name, items, *args, **sizes):
+        if name in self.kernels:
+            check_arrays(self.kernels[name], args, self.real)
+        super().launch(name, items, *args, **sizes)
 
 
 class Cuda(Beside, train_gpt2.Cuda):
@@ -59,16 +66,16 @@ def one_by_one(device):
     return type(device.__name__, (WithoutGraphs, device), {})
 
 
-class OneByOne:
-    """Training on such a device."""
-
-    def device_class(self):
-        return one_by_one(super().device_class())
-
-
 class OnCpu:
     """Training on the CPU device."""
     longest = 64  # T without -t
 
-    def device_class(self):
-        return Cpu
+
+NO_GRAPH = Feature("no graph", lambda flags, ranks: not flags.graph, device=WithoutGraphs, flags=(
+    Flag(None, "--graph", "switch", 1, "0: on a GPU, launch kernels one by one instead of as a "
+         "graph", "the machine", after="--plain", may_differ=True),))
+CPU = Feature("cpu", lambda flags, ranks: flags.device == "cpu", training=OnCpu, flags=(
+    Flag(None, "--device", ("cpu", "cuda"), None, "where to compute (default: cuda if there is a "
+         "GPU)", "the machine", restored=False),
+    Flag("-t", "--seq-len", "count", None, "T, tokens in a sequence (default: 1024 on a GPU, 64 on "
+         "a CPU)", must_agree=True)))

@@ -4,6 +4,7 @@ import time
 import numpy as np
 
 from dev.common.bf16 import to_bf16
+from dev.features.declare import Feature, Flag
 from dev.features.peak import flops_per_token
 from dev.features.terminal import duration
 from train_gpt2 import BF16
@@ -58,3 +59,8 @@ class DryRun:
               + " in bf16" * (flags.dtype == "fp8")
               + ", without what sums over ranks take" * (self.count > 1))
         return 0
+
+
+FEATURE = Feature("dry run", lambda flags, ranks: flags.dry_run, training=DryRun, flags=(
+    Flag(None, "--dry-run", "switch", 0, "1: print sizes and an estimate of the time, and do not "
+         "train", "instead of training", after="--top-k", replayed=False, may_differ=True),))

@@ -17,6 +17,7 @@ import numpy as np
 
 from dev.common.config import read_parameters
 from dev.features.checkpoints.state_file import finite
+from dev.features.declare import Feature, Flag, Pair
 from prepro_tinyshakespeare import UserError
 
 SOURCE = Path(__file__).resolve().with_name("ema.cu")
@@ -49,10 +50,7 @@ class Averaged:
 
 
 class AveragedTraining:
-    """A run of such a model; its device has ema.cu too."""
-
-    def make_device(self, *beside):
-        return super().make_device(*beside, SOURCE)
+    """A run of such a model."""
 
     def make_model(self):
         model = super().make_model()
@@ -83,3 +81,14 @@ class AveragedAndKept:
             model.begin_average()
             self.say(f"WARNING: the average of the weights (--ema) begins after step "
                      f"{self.folder.step}: there is no {path}")
+
+
+FEATURE = Feature(
+    "ema", lambda flags, ranks: flags.ema is not None, Averaged, AveragedTraining,
+    sources=(SOURCE,), flags=(
+        Flag(None, "--ema", "share", None, "D: keep a moving average of the weights, ema = D*ema + "
+             "(1-D)*weights after each update, and write it to -o as ema_*.bin (default: none)",
+             "the update", needs="output", replayed=False),),
+    pairs=(Pair("runs", training=AveragedAndKept),), saved=("ema",),
+    excludes={"zero": "--ema --zero 1: the average is of whole parameters, and ZeRO keeps a share "
+                      "of them: expected --zero 0"})

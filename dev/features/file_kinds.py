@@ -7,6 +7,7 @@ import shlex
 from pathlib import Path
 
 from dev.common import config
+from dev.features.declare import Feature, Flag
 from dev.features.shuffled_loader import paths_of
 from prepro_tinyshakespeare import UserError
 
@@ -36,10 +37,10 @@ def check_kind(path, *kinds):
         raise UserError(f"{path}: is {FILES[magic]}; expected a {names}: {kinds[0].remedy}")
 
 
-def read_header(path, *kinds):
+def checked_header(path, *kinds):
     """As train_gpt2.read_header, with the better error."""
     check_kind(path, *kinds)
-    return config.read_header(path, *kinds)
+    return config.header_of_kinds(path, *kinds)
 
 
 def remedy(name):
@@ -79,3 +80,9 @@ class Named:
         for path in (path for pattern in opened for path in paths_of(pattern)):
             check_kind(path, *self.config.TOKEN_FILES)
         return paths
+
+
+FEATURE = Feature("files", training=Named, flags=(
+    Flag("-e", "--model", "name", None, "checkpoint; or, from scratch, {descriptors} (default: "
+         "{file} if it is here, else {large} on a GPU and {small} on a CPU)", path=True,
+         must_agree=True),))

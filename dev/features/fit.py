@@ -4,6 +4,7 @@ error names the largest batch that fits.
 import bisect
 
 from dev.common.host_memory import available_memory
+from dev.features.declare import Feature
 from prepro_tinyshakespeare import UserError
 from train_gpt2 import BF16, offsets
 
@@ -82,3 +83,6 @@ class FittingTraining:
                                               flags.seq_len)
         print(f"memory       | {asked / 2**30:6.2f} GiB; -b {fits} would fit into "
               f"{free / 2**30:.2f} GiB")
+
+
+FEATURE = Feature("memory", model=Fitting, training=FittingTraining)

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from dev.common.cuda_source import without_comments
+from dev.features.declare import Feature, is_fast
 from dev.features.devices import address_of
 from train_gpt2 import PARTIAL_ROWS, Row, ceil_div, layernorm_backward_launch
 
@@ -137,16 +138,8 @@ class FusedBiases:
         return dbias, B * ceil_div(T, device.attention_sizes.rows), dbias.size
 
 
-class FusedBiasesTraining:
-    """A run of such a model. FP8 brings an Output of its own, with sums of columns too."""
-
-    def device_class(self):
-        kind = super().device_class()
-        return kind if self.flags.dtype == "fp8" else with_summed_outputs(kind)
-
-    def chapters(self):
-        return [*super().chapters(), "fused biases"]
-
-    def make_device(self, *beside):
-        own = () if self.flags.dtype == "fp8" else (SOURCE,)
-        return super().make_device(*beside, *own)
+# FP8 brings an Output of its own, with sums of columns too
+FEATURE = Feature(
+    "fused biases", lambda flags, ranks: is_fast(flags) or flags.dtype == "fp8", FusedBiases,
+    device=lambda flags: None if flags.dtype == "fp8" else SummedOutputs, only="GPT2",
+    sources=(SOURCE,), chapter="fused biases")

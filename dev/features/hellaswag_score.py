@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dev.features.file_kinds import read_header
+from dev.features.declare import Feature, Flag, Pair
+from dev.features.file_kinds import checked_header
 from prepro_tinyshakespeare import UserError
 from train_gpt2 import HEADER_BYTES, FileKind
 
@@ -45,7 +46,7 @@ def read_examples(path, V, T=None):
     if V > 2**16:
         raise UserError(f"{path}: has GPT-2's tokens, and the model V = {V} words of another "
                         "vocabulary; expected a model of GPT-2's words")
-    count, longest = read_header(path, EVAL_FILE)[2:4]
+    count, longest = checked_header(path, EVAL_FILE)[2:4]
     body = Path(path).read_bytes()[HEADER_BYTES:]
     words = np.frombuffer(body[: len(body) // 2 * 2], "<u2")
     examples, at, most = [], 0, 0
@@ -179,3 +180,15 @@ class ScoredByRanks:
     def count_right(self, examples):
         own = super().count_right(examples[self.rank :: self.count])
         return tuple(map(sum, zip(*self.ranks.exchange(own, "a score"))))
+
+
+FEATURE = Feature(
+    "hellaswag", lambda flags, ranks: flags.hellaswag, training=Scored,
+    pairs=(Pair("runs", training=ScoredAndKept), Pair("ranks", training=ScoredByRanks)),
+    flags=(
+        Flag(None, "--hellaswag", "name", None, "file of dev/data/hellaswag.py: score the model at "
+             "each validation except the first", "how long, and what is shown",
+             after="--sample-tokens", path=True, replayed=False, may_differ=True),),
+    refuses=lambda flags: ("--hellaswag: is scored at each validation, and -v 0 makes none: "
+                           "expected another -v"
+                           if flags.hellaswag and flags.val_every == 0 else ""))

@@ -10,6 +10,8 @@ with other runs. See label_smoothing.cu.
 """
 from pathlib import Path
 
+from dev.features.declare import Feature, Flag
+
 SOURCE = Path(__file__).resolve().with_suffix(".cu")
 
 
@@ -26,8 +28,9 @@ class Smoothed:
                            self.flags.label_smoothing, N, c.V, c.Vp)
 
 
-class SmoothedTraining:
-    """A run of such a model; its device has label_smoothing.cu too."""
-
-    def make_device(self, *beside):
-        return super().make_device(*beside, SOURCE)
+FEATURE = Feature(
+    "label smoothing", lambda flags, ranks: flags.label_smoothing, Smoothed, sources=(SOURCE,),
+    flags=(
+        Flag(None, "--label-smoothing", "share", 0.0, "E: train on targets of 1-E for the right "
+             "word plus E/V for each of the V words; validations do not",
+             "experiments, and the seed", after="--attention"),))

@@ -1,6 +1,7 @@
 """Queue each step before the last one is reported, so that the GPU need not wait for the host."""
 import time
 
+from dev.features.declare import Feature, is_fast
 from train_gpt2 import Verdict
 
 
@@ -26,13 +27,6 @@ class LateReports:
     late = None  # (the step to report, a wait() for its verdict)
     reported = 0.0  # when the last report was
 
-    def device_class(self):
-        base = super().device_class()
-        return type(base.__name__, (Fetching, base), {})
-
-    def chapters(self):
-        return [*super().chapters(), "late reports"]
-
     def finish(self, queued):
         wait = self.device.fetch(self.model.adam.verdict)  # before a report uses the device
         self.report_late()
@@ -54,3 +48,7 @@ class LateReports:
     def pauses(self, done):
         """Whether we validate, sample or save next."""
         return self.validates(done) or self.samples(done) or self.saves(done)
+
+
+FEATURE = Feature("late reports", lambda flags, ranks: is_fast(flags), training=LateReports,
+                  device=Fetching, chapter="late reports")

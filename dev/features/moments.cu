@@ -11,6 +11,8 @@ number does not depend on earlier ones. The counter is made of the seed, the ste
 model. So the bits are the same on a GPU, on a CPU, and on any number of ranks.
 */
 
+namespace moments {
+
 struct bf16_moment { unsigned short bits; };  // the upper half of an fp32, truncated after noise was added
 __device__ __forceinline__ float to_float(bf16_moment x) { return __uint_as_float((unsigned)x.bits << 16); }
 __device__ __forceinline__ void from_float(bf16_moment& to, float x) { to.bits = __float_as_uint(x) >> 16; }
@@ -49,3 +51,5 @@ extern "C" __global__ void adamw_bf16(
     };
     adamw_step(params, low, grads, m, v, starts, decayed, tensors, n, settings, verdict, add_noise);
 }
+
+}  // namespace moments

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
+from dev.features.declare import Feature, Flag, Pair
 from dev.features.ranks.ranks import cut
+from dev.features.seams import Counted
 from train_gpt2 import BF16, Row, offsets
 
 SOURCE = Path(__file__).resolve().with_name("moments.cu")
@@ -19,13 +21,12 @@ def in_bf16(tables):
     the index of its first number among all parameters; the numbers of a piece; and the distance
     from a piece to that of the next layer."""
     moments = [row._replace(dtype=BF16) for row in tables["adam m"]]
-    update = [row for row in tables["update"] if row.name not in ("places", "noise")]
+    update = [row for row in tables["update"] if row.name != "places"]
     return tables | {"adam m": moments, "adam v": moments,
-                     "update": [*update, Row("places", (3, len(moments)), np.uint64),
-                                Row("noise", (2,))]}  # the seed and the step
+                     "update": [*update, Row("places", (3, len(moments)), np.uint64)]}
 
 
-class Bf16Moments:
+class Bf16Moments(Counted):
     """A model with bf16 moments."""
 
     @classmethod
@@ -42,25 +43,12 @@ class Bf16Moments:
         sizes = [row.size for row in table]
         return [[start // 4 for start in offsets(table)[:-1]], sizes, sizes]
 
-    def set_adamw(self, seed=None, **settings):
-        super().set_adamw(**settings)
-        seed = self.flags.seed if seed is None else seed
-        # fp32 has all whole numbers below 2**24
-        self.device.put(self.adam.noise, [seed % 2**24, self.step])
-
     def adamw(self, parameters, low, gradients, m, v):
         n, a = gradients.nbytes // 4, self.adam
         self.norm_of(gradients, n)
         self.judge()
         self.device.launch("adamw_bf16", n, parameters, low, gradients, m, v, a.starts, a.decayed,
-                           a.decayed.size, n, a.settings, a.verdict, a.places, a.noise)
-
-
-class Bf16MomentsTraining:
-    """A run of such a model; its device has moments.cu too."""
-
-    def make_device(self, *beside):
-        return super().make_device(*beside, SOURCE)
+                           a.decayed.size, n, a.settings, a.verdict, a.places, a.counter)
 
 
 class ShardedMoments:
@@ -80,3 +68,13 @@ class ShardedMoments:
             if tail and self.rank == 0:
                 found.append((first + self.count * piece, tail, size))
         return [*zip(*found)]
+
+
+FEATURE = Feature(
+    "moments", lambda flags, ranks: flags.moments == "bf16", Bf16Moments, sources=(SOURCE,), flags=(
+        Flag(None, "--moments", ("fp32", "bf16"), "fp32", "bf16 halves the memory of AdamW's "
+             "moments, with stochastic rounding", "less memory"),
+        Flag(None, "--seed", "count or 0", 42, "of the initial parameters, of --moments bf16's "
+             "rounding, and of --sample (whose default is a random one)",
+             may_differ=lambda flags: flags.moments != "bf16")),
+    pairs=(Pair("zero", ShardedMoments),))

@@ -9,9 +9,9 @@ ranges, so they are launched one by one, as with --graph 0.
 """
 import functools
 
-from dev.features.devices import one_by_one
+from dev.features.declare import Feature, Flag
+from dev.features.devices import WithoutGraphs
 from dev.features.replay import PARTS
-from prepro_tinyshakespeare import UserError
 
 
 def titled(name):
@@ -31,37 +31,51 @@ DEVICE = {"launch": lambda device, name, *args, **more: name,
           "zero": lambda device, array: "memset"}
 
 
-def with_ranges(base, titles, nvtx):
-    """A subclass of base with a range around each of these methods. nvtx: cupy.cuda.nvtx."""
-    def within(name):
-        method = getattr(base, name)
+class Ranges:
+    """Mixins with a range around each of some methods are subclasses of this."""
+    titles = {}
 
-        @functools.wraps(method)
-        def ranged(self, *args, **keywords):
-            nvtx.RangePush(titles[name](self, *args, **keywords))
-            try:
-                return method(self, *args, **keywords)
-            finally:
-                nvtx.RangePop()
+    @functools.cached_property
+    def nvtx(self):
+        from cupy.cuda import nvtx
+        return nvtx
 
-        return ranged
+    def __init_subclass__(cls):
+        def within(name):
+            def ranged(self, *args, **keywords):
+                self.nvtx.RangePush(cls.titles[name](self, *args, **keywords))
+                try:
+                    return getattr(super(cls, self), name)(*args, **keywords)
+                finally:
+                    self.nvtx.RangePop()
+            return ranged
 
-    return type(base.__name__, (base,), {name: within(name) for name in titles})
+        for name in vars(cls).get("titles", ()):
+            setattr(cls, name, within(name))
+
+
+class RangedModel(Ranges):
+    titles = MODEL
+
+
+class RangedDevice(Ranges, WithoutGraphs):
+    titles = DEVICE
 
 
 class Annotated:
-    """Training whose model and device have ranges. Raises UserError on a CPU."""
-
-    def device_class(self):
-        if self.flags.device != "cuda":
-            raise UserError("--nvtx 1: is for a GPU's profiler: expected --device cuda")
-        from cupy.cuda import nvtx
-        return with_ranges(one_by_one(super().device_class()), DEVICE, nvtx)
+    """Training whose model and device have ranges."""
 
     def make_model(self):
-        from cupy.cuda import nvtx
-        self.Model = with_ranges(self.Model, MODEL, nvtx)
         model = super().make_model()
         self.say("nvtx         | a range for each pass, layer and kernel (--nvtx), and so no graph "
                  "(--graph 0)")
         return model
+
+
+FEATURE = Feature(
+    "nvtx", lambda flags, ranks: flags.nvtx, RangedModel, Annotated, RangedDevice, flags=(
+        Flag(None, "--nvtx", "switch", 0, "1: on a GPU, NVTX ranges by layer and kernel, for a "
+             "profiler; implies --graph 0", "how long, and what is shown", after="--hellaswag",
+             replayed=False, may_differ=True),),
+    refuses=lambda flags: ("--nvtx 1: is for a GPU's profiler: expected --device cuda"
+                           if flags.nvtx and flags.device == "cpu" else ""))

@@ -3,6 +3,8 @@ Outliers: steps whose loss or norm is far above those of the last steps do not u
 kernels.cu for --loss-limit and --norm-limit.
 */
 
+namespace outliers {
+
 constexpr int WINDOW = 128;  // steps, as in llm.c; the first WINDOW steps are not judged
 
 // Put a value in its window, in place of the oldest; `seen` values came before it. Returns how many standard deviations
@@ -38,3 +40,5 @@ extern "C" __global__ void skip_outliers(
     if (skips) verdict->update = 0.0f;
     *seen = count + 1;
 }
+
+}  // namespace outliers

@@ -14,13 +14,15 @@ from pathlib import Path
 
 import numpy as np
 
+from dev.features.declare import Feature, Flag, numbers
+from dev.features.seams import Counted
 from train_gpt2 import Row
 
 SOURCE = Path(__file__).resolve().with_name("outliers.cu")
 WINDOW = 128  # steps, as in outliers.cu
 
 
-class Outliers:
+class Outliers(Counted):
     """A model that skips the updates of outliers."""
 
     @classmethod
@@ -28,19 +30,14 @@ class Outliers:
         tables = super().tables(c, device, B, T)
         rows = [Row("windows", (2, WINDOW), np.float64),  # the last losses and norms
                 Row("seen", (1,), np.int32),  # how many there have been so far
-                Row("z_scores", (WINDOW, 2)),  # of loss and norm; those of step s at s % WINDOW
-                Row("step", (1,))]
+                Row("z_scores", (WINDOW, 2))]  # of loss and norm; those of step s at s % WINDOW
         return tables | {"update": tables["update"] + rows}
-
-    def set_adamw(self, **settings):
-        super().set_adamw(**settings)
-        self.device.put(self.adam.step, [self.step])
 
     def judge(self):
         super().judge()
         adam, flags = self.adam, self.flags
         self.device.launch("skip_outliers", 32, adam.verdict, adam.windows, adam.seen,
-                           adam.z_scores, flags.loss_limit, flags.norm_limit, adam.step)
+                           adam.z_scores, flags.loss_limit, flags.norm_limit, adam.counter[1:])
 
     def z_scores(self, step):
         """(z-score of the loss, of the norm) of a recent step; NaN in the first 128."""
@@ -48,11 +45,8 @@ class Outliers:
 
 
 class OutliersTraining:
-    """A run of such a model; its device has outliers.cu too. replay.py's Explained, below it in
-    dev/features/order.py, says what is large in an outlier."""
-
-    def make_device(self, *beside):
-        return super().make_device(*beside, SOURCE)
+    """A run of such a model. replay.py's Explained, below it in dev/features/order.py, says what
+    is large in an outlier."""
 
     def report(self, queued, verdict):
         if not (verdict.update or verdict.stopped):
@@ -74,3 +68,14 @@ class OutliersTraining:
         else:
             self.say(f"WARNING: -sl, -sg: the checkpoint has no losses and norms of the steps "
                      f"before: the next {WINDOW} are never skipped")
+
+
+FEATURE = Feature(
+    "outliers", lambda flags, ranks: flags.loss_limit or flags.norm_limit, Outliers,
+    OutliersTraining, sources=(SOURCE,), flags=(
+        Flag("-sl", "--loss-limit", "rate", 0.0, "skip a step's update if its loss has a z-score "
+             "above this among the last 128; 0: never", "the update", replayed=False),
+        Flag("-sg", "--norm-limit", "rate", 0.0, "the same for the gradient's norm", "the update",
+             replayed=False)),
+    state={"windows": (lambda x: numbers(x, (2, WINDOW)), f"2 lists of {WINDOW} numbers"),
+           "seen": (lambda x: numbers(x, (1,)), "[a number]")})

@@ -1,4 +1,5 @@
 """The line of a step ends with the share of the GPU's peak FLOP/s that it reaches."""
+from dev.features.declare import Feature
 
 # Dense FLOPs of a multiprocessor per clock, from NVIDIA's architecture white papers
 FLOPS_PER_CLOCK = {  # by compute capability
@@ -43,12 +44,8 @@ class Titled:
 class Peak:
     """Training that prints its share of the peak."""
 
-    def device_class(self):
-        base = super().device_class()
-        return type(base.__name__, (Titled, base), {})
-
-    def make_device(self, *beside):
-        device = super().make_device(*beside)
+    def make_device(self):
+        device = super().make_device()
         self.peak = peak_flops(device)  # CuPy asks the driver for some hundred numbers
         return device
 
@@ -59,3 +56,6 @@ class Peak:
         tokens = self.flags.total_batch // self.count  # of this device
         rate = tokens * flops_per_token(self.config, self.model.T) / seconds
         return f"{text} | {rate / self.peak:5.1%} of peak"
+
+
+FEATURE = Feature("peak", training=Peak, device=Titled)

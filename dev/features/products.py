@@ -10,6 +10,7 @@ import re
 import numpy as np
 
 from dev.common.cache import read_cache, write_cache
+from dev.features.declare import Feature, is_fast
 from dev.features.peak import peak_of
 from prepro_tinyshakespeare import UserError
 
@@ -78,11 +79,5 @@ def with_timed_products(device):
     return type(device.__name__, (TimedProducts, device), {})
 
 
-class Timed:
-    """Training on such a device."""
-
-    def device_class(self):
-        return with_timed_products(super().device_class())
-
-    def chapters(self):
-        return [*super().chapters(), "timed products"]
+FEATURE = Feature("products", lambda flags, ranks: is_fast(flags), device=TimedProducts,
+                  chapter="timed products")

@@ -12,11 +12,12 @@ kernel, and a last bit may differ.
          has one number per row (means, lse). All products of the forward pass except fcproj's are
          done again.
 
-Llama 3 has other norms and another MLP, so each level has a small class for it, which
-dev/features/order.py puts in front.
+Llama 3 has other norms and another MLP, so each level has a small class for it.
 """
 import contextlib
 from pathlib import Path
+
+from dev.features.declare import Feature, Flag, Pair
 
 SOURCE = Path(__file__).resolve().with_suffix(".cu")
 LLAMA_SOURCE = SOURCE.with_name("recompute_llama.cu")
@@ -49,13 +50,6 @@ class RecomputeInside(Shared):
         launch("layernorm_again", N * C, a.ln2, a.ln2_inp, a.ln2_mean, a.ln2_rstd, p.ln2w, p.ln2b,
                N, C)
         launch("gelu_forward", a.fch.size, a.fch_gelu, a.fch, *a.fch.shape)
-
-
-class RecomputeTraining:
-    """A run of such a model, or of one of level 2; its device has recompute.cu too."""
-
-    def make_device(self, *beside):
-        return super().make_device(*beside, SOURCE)
 
 
 class LlamaInside:
@@ -160,13 +154,6 @@ class LlamaLayers:
                            weight, self.config.eps, len(out))
 
 
-class LlamaLayersTraining:
-    """A run of such a model; its device has recompute_llama.cu too."""
-
-    def make_device(self, *beside):
-        return super().make_device(*beside, LLAMA_SOURCE)
-
-
 class RecomputeHint:
     """If a model does not fit, name the batch that would with --recompute 2."""
 
@@ -174,3 +161,15 @@ class RecomputeHint:
         least = type("Least", (RecomputeLayers, type(self)), {})
         *_, fits = least.memory(config, device, B, T)
         return f", with --recompute 2 {fits}" + super().smaller(config, device, B, T, fits)
+
+
+INSIDE = Feature(
+    "recompute 1", lambda flags, ranks: flags.recompute == 1, RecomputeInside, sources=(SOURCE,),
+    flags=(
+        Flag(None, "--recompute", "level", 0, "1: compute norms and the inside of the MLP again in "
+             "the backward pass: less memory, slower; 2: all of a layer except attention: least "
+             "memory, slowest", "less memory"),),
+    pairs=(Pair("Llama3", LlamaInside),))
+LAYERS = Feature("recompute 2", lambda flags, ranks: flags.recompute == 2, RecomputeLayers,
+                 sources=(SOURCE,), pairs=(Pair("Llama3", LlamaLayers, sources=(LLAMA_SOURCE,)),))
+HINT = Feature("hint", lambda flags, ranks: flags.recompute != 2, RecomputeHint)

@@ -1,5 +1,6 @@
 """--attention relu: attention weights are max(0, q.k / sqrt(HS)) instead of a softmax (Wortsman et
 al. 2023). kernels.cu has both; a switch says which it is compiled for."""
+from dev.features.declare import Feature, Flag
 
 
 class ReluAttention:
@@ -14,8 +15,7 @@ def with_relu(device):
     return type(device.__name__, (ReluAttention, device), {})
 
 
-class Relu:
-    """Training on such a device."""
-
-    def device_class(self):
-        return with_relu(super().device_class())
+FEATURE = Feature(
+    "relu", lambda flags, ranks: flags.attention == "relu", device=ReluAttention, flags=(
+        Flag(None, "--attention", ("softmax", "relu"), "softmax", "relu: max(0, q.k / sqrt(HS))",
+             "experiments, and the seed", after="--overfit"),))

@@ -13,12 +13,12 @@ import json
 import math
 import zipfile
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 
 from dev.common.config import read_parameters
 from dev.common.cuda_source import parameters_of
+from dev.features.declare import Feature, Flag, Pair
 from dev.features.devices import address_of
 from prepro_tinyshakespeare import UserError, replace_file
 from train_gpt2 import batch_table, carve, pack_batch, to_float
@@ -53,6 +53,7 @@ class Watch:
         self.model, self.part, self.stack = model, "", contextlib.ExitStack()
 
     def __enter__(self):
+        from unittest import mock  # takes 10 ms, which a run without an error need not wait for
         model, device = self.model, self.model.device
         launch, matmul = device.launch, device.matmul
 
@@ -168,8 +169,7 @@ def describe(model, packed, places, stopped):
 
 
 class Explained:
-    """Training that says why a step was not finite, or what is large in an outlier. With several
-    ranks, dev/features/ranks/ranks.py's RanksExplained has each look at its own batches.
+    """Training that says why a step was not finite, or what is large in an outlier.
     dev/features/outliers.py calls explain_outlier."""
     share = ""  # which part of an outlier's batch is examined, if not all
 
@@ -212,14 +212,6 @@ class Explained:
         """What to do, after the report of the rank `speaker`. All ranks call this."""
         return "try a smaller -l, or look at the data"
 
-    def state(self, model):
-        """What a step depends on besides parameters and batches, for the notes of a checkpoint or
-        of a step to replay: {name: what JSON can hold}. FP8 has scales."""
-        return dict(scales=[])
-
-    def set_state(self, model, notes):
-        """Restore such notes, {} if they are lost, to a model that has its parameters."""
-
 
 class ExplainedAndKept:
     """Writes the step to the folder, for --replay."""
@@ -240,9 +232,34 @@ class ExplainedAndKept:
         return f"{super().advice(queued, speaker)}; --replay {path} shows this again"
 
 
-def replay(flags, attach):
-    """--replay: repeat the step of a file, and say what is wrong. attach() gives the classes of the
-    training and the model for the flags. Returns the exit status."""
+class RanksExplained:
+    """With several ranks, each looks at its own batches, and the first that finds something reports
+    it."""
+    share = ", in rank 0's part of the batch"
+
+    def give_up(self, queued, verdict):
+        self.ranks.exchange(None, "a look at the step")  # from here on it may take longer
+        super().give_up(queued, verdict)
+
+    def explain_outlier(self, queued, scores):
+        self.ranks.exchange(None, "a look at the step")
+        super().explain_outlier(queued, scores)
+
+    def reports(self, queued):
+        return self.ranks.exchange(*super().reports(queued), "a look at the step")
+
+    def said_by(self, speaker):
+        return f"on rank {speaker}, "
+
+    def advice(self, queued, speaker):
+        advice = super().advice(queued, speaker)
+        self.ranks.exchange(None, "its file")  # which the speaker has written by now
+        return advice
+
+
+def replay(flags, table, attach):
+    """--replay: repeat the step of a file, and say what is wrong. table: all Flags; attach() gives
+    the classes of the training and the model for the flags. Returns the exit status."""
     try:
         with np.load(flags.replay) as file:
             notes = json.loads(str(file["notes"]))
@@ -258,8 +275,9 @@ def replay(flags, attach):
             setattr(flags, name, before[name])
     flags.model = str(Path(flags.replay).parent / notes["model"])
     flags.batch_size, flags.seq_len = tokens.shape[1:]
-    flags.output = flags.sample = flags.hellaswag = flags.dry_run = flags.nvtx = flags.ema = None
-    flags.loss_limit = flags.norm_limit = None
+    for flag in table:
+        if not flag.replayed:
+            setattr(flags, flag.key, None)
     Training, Model = attach()
     training = Training(flags, Model)
     training.choose_model()
@@ -270,3 +288,10 @@ def replay(flags, attach):
     text, _ = describe(model, packed, notes["places"], True)
     print(f"step {notes['step'] + 1}: {text}")
     return 0
+
+
+FEATURE = Feature("explain", training=Explained, flags=(
+    Flag(None, "--replay", "name", None, "replay a step that gave a NaN or infinity, from a run's "
+         "replay_*.npz", "instead of training", after="--dry-run", may_differ=True),),
+    pairs=(Pair("runs", training=ExplainedAndKept), Pair("ranks", training=RanksExplained)),
+    saved=("replay",))

@@ -10,6 +10,7 @@ import sys
 
 import numpy as np
 
+from dev.features.declare import Feature, Flag
 from prepro_tinyshakespeare import UserError
 from train_gpt2 import draw_token
 
@@ -101,3 +102,14 @@ class Sampling:
         """The token ids of a text. A special token's name, such as <|endoftext|>, is that token.
         Raises UserError if the model's vocabulary is not known."""
         return self.encoding().encode(text, allowed_special="all") if text else []
+
+
+GROUP = "instead of training"
+FEATURE = Feature(
+    "sample", lambda flags, ranks: flags.sample is not None, training=Sampling, flags=(
+        Flag(None, "--sample", str, None, "continue this text by -g tokens, and do not train",
+             GROUP, replayed=False, may_differ=True),
+        Flag(None, "--temperature", "rate", 1.0, "for --sample: below 1 makes likely tokens "
+             "likelier; 0: always the likeliest", GROUP, needs="sample", may_differ=True),
+        Flag(None, "--top-k", "count or 0", 0, "for --sample: draw from the K likeliest tokens; "
+             "0: all", GROUP, needs="sample", may_differ=True)))

@@ -7,6 +7,8 @@
 """
 import numpy as np
 
+from dev.features.declare import Feature, Flag
+
 
 class Scheduled:
     """Training with one of these schedules."""
@@ -26,3 +28,11 @@ class Scheduled:
             return rate
         share = f(step - begin) / f(steps - begin)  # of the way down
         return least + (f(1) - np.sqrt(share)) * (rate - least)
+
+
+FEATURE = Feature(
+    "schedule", lambda flags, ranks: flags.schedule != "cosine", training=Scheduled, flags=(
+        Flag("-k", "--schedule", ("cosine", "linear", "constant", "wsd"), "cosine", "how the "
+             "learning rate falls; wsd: at the end", "the update", after="--learning-rate"),
+        Flag("-u", "--warmup", "count or 0", 0, "steps in which the rate rises; a constant rate "
+             "does not")))

@@ -12,9 +12,9 @@ from types import SimpleNamespace
 
 import train_gpt2
 from dev.common.config import Config, checkpoint_parts, draw_parameters, read_parameters
-from dev.features.devices import Cuda, FastCuda
+from dev.features.devices import FastCuda
 from prepro_tinyshakespeare import UserError, replace_file
-from train_gpt2 import (ADAMW_FLAGS, NORM_BLOCKS, DataLoader, generate, kept_as, matrices,
+from train_gpt2 import (ADAMW_FLAGS, NORM_BLOCKS, DataLoader, Row, generate, kept_as, matrices,
                         offsets, pack_batch, to_float)
 
 
@@ -27,6 +27,13 @@ class GPT2(train_gpt2.GPT2):
         super().__init__(config, device, B, T)
         self.head = self.params.wte  # the weight that makes the logits
         self.dhead = self.grads.wte
+        self.padding = [*self.padding_of_gradients()]
+
+    def padding_of_gradients(self):
+        """The gradients, as AdamW gets them, of rows that pad the vocabulary."""
+        for name in self.config.PADDED:
+            if hasattr(self.grads, name) and self.config.V < self.config.Vp:
+                yield getattr(self.grads, name)[self.config.V :]
 
     def check(self, config, device, B, T):
         """Raise UserError unless the model can have such batches on this device."""
@@ -82,7 +89,10 @@ class GPT2(train_gpt2.GPT2):
                            adam.decayed.size, n, adam.settings, adam.verdict)
 
     def norm_of(self, gradients, n):
-        """adam.norm[0] = the norm of n gradients."""
+        """adam.norm[0] = the norm of n gradients. Those of words that pad the vocabulary become
+        zero first, whatever a feature has done to them: so their parameters stay zero."""
+        for padding in self.padding:
+            self.device.zero(padding)
         blocks = min(NORM_BLOCKS, 8 * self.device.multiprocessors)
         self.device.launch("global_norm", blocks, self.adam.norm, gradients, n)
 
@@ -91,8 +101,26 @@ class GPT2(train_gpt2.GPT2):
         self.device.launch("judge", 1, self.adam.verdict, self.adam.norm)
 
 
+class Counted:
+    """A model whose kernels know the seed and the step, adam.counter: a base of features' classes.
+    Numbers that are passed to a launch stay as they were when a step was recorded."""
+
+    @classmethod
+    def tables(cls, c, device, B, T):
+        tables = super().tables(c, device, B, T)
+        return tables | {"update": [*tables["update"], Row("counter", (2,))]}
+
+    def set_adamw(self, seed=None, **settings):
+        super().set_adamw(**settings)
+        seed = self.flags.seed if seed is None else seed
+        # fp32 has all whole numbers below 2**24
+        self.device.put(self.adam.counter, [seed % 2**24, self.step])
+
+
 class Training(train_gpt2.Training):
     """A training run with the seams of features."""
+    layers = ()  # the declarations of this run's features, the outermost first
+    Device = FastCuda
     rank = 0  # as GPT2's
     count = 1
     longest = 1024  # T without -t, at most
@@ -197,6 +225,16 @@ class Training(train_gpt2.Training):
             replace_file(path, map(self.device.get, parts))
             self.say(f"wrote {path}")
 
+    def state(self, model):
+        """What a step depends on besides parameters and batches, for run_*.json and for a step to
+        replay: {name: what JSON can hold}. A feature adds to what super() returns, and declares the
+        names as its state. Scales are FP8's, and the field is in every file."""
+        return dict(scales=[])
+
+    def set_state(self, model, notes):
+        """Restore a state to a model that has its parameters. notes: all that run_*.json or
+        replay_*.npz has, or {} if it is lost."""
+
     def say(self, line):
         print(line, flush=True)
 
@@ -219,13 +257,14 @@ class Training(train_gpt2.Training):
         self.config = make(self.name)
         flags.seq_len = flags.seq_len or min(self.config.maxT, self.longest)
 
-    def make_device(self, *beside):
-        """The device; beside: more CUDA files to compile."""
-        kind = self.device_class()
-        return kind(self.flags.dtype, self.config, beside)
+    def make_device(self):
+        """The device, with the CUDA files of this run's features."""
+        files = [file for feature in self.compiled() for file in feature.sources]
+        return self.Device(self.flags.dtype, self.config, [*dict.fromkeys(files)])
 
-    def device_class(self):
-        return Cuda if self.flags.plain else FastCuda
+    def compiled(self):
+        """Those of this run's features whose CUDA files are compiled, if they have any."""
+        return [feature for feature in self.layers if feature.compiled(self.flags, self.config)]
 
     def open_data(self):
         flags = self.flags
@@ -267,7 +306,7 @@ class Training(train_gpt2.Training):
 
     def chapters(self):
         """What this run has for speed alone beyond the two files."""
-        return []
+        return [feature.chapter for feature in reversed(self.compiled()) if feature.chapter]
 
     def make_model(self):
         """The model, with the parameters that it starts from."""

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from dev.common.config import count_tokens, read_tokens
+from dev.features.declare import Feature, Flag
 from prepro_tinyshakespeare import UserError
 from train_gpt2 import DataLoader
 
@@ -120,3 +121,12 @@ class Shuffled:
         loader = FilesLoader(path, B, T, self.config, self.flags.shuffle, *ranks)
         self.flags.shuffle = int(loader.shuffle)
         return loader
+
+
+FEATURE = Feature("loader", training=Shuffled, flags=(
+    Flag("-i", "--train-data", "name", None, "token file to train on, or a quoted pattern for "
+         "several (default: tinyshakespeare, prepared if missing)", path=True, may_differ=True),
+    Flag("-j", "--val-data", "name", None, "token file to validate on, or a pattern (default: "
+         "-i's, with val for train)", path=True, may_differ=True),
+    Flag(None, "--shuffle", "switch", None, "1: batches in llm.c's random order (default: 1 for "
+         "several files)", "data and model", must_agree=True)))

@@ -5,6 +5,8 @@ import contextlib
 import os
 import signal
 
+from dev.features.declare import Feature
+
 
 @contextlib.contextmanager
 def stop_signals():
@@ -76,3 +78,6 @@ class Stoppable:
     def what_is_left(self):
         """What can be done after an interruption."""
         return "without -o the weights are lost"
+
+
+FEATURE = Feature("signals", training=Stoppable)

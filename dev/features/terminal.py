@@ -5,6 +5,8 @@ import sys
 
 import numpy as np
 
+from dev.features.declare import Feature
+
 
 def duration(seconds):
     """A time for a person: "3 h 20 min", "4 min 10 s" or "9 s"."""
@@ -64,3 +66,6 @@ class Terminal:
                      f"{duration(count * median)}; validations, samples and checkpoints come on "
                      "top")
         progress(done / steps, (steps - done) * median)
+
+
+FEATURE = Feature("terminal", training=Terminal)

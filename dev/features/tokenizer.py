@@ -5,7 +5,8 @@ another vocabulary is decoded by a gpt2_tokenizer.bin of as many words, or shown
 import functools
 from pathlib import Path
 
-from dev.features.file_kinds import read_header
+from dev.features.declare import Feature
+from dev.features.file_kinds import checked_header
 from prepro_tinyshakespeare import UserError, byte_encoding, gpt2_encoding
 from train_gpt2 import HEADER_BYTES, FileKind
 
@@ -17,7 +18,7 @@ GPT2_SIZES = 50257, 50304  # V of models with GPT-2's words; the second is padde
 
 def read_tokenizer(path):
     """The bytes of each token, from a gpt2_tokenizer.bin."""
-    count = read_header(path, TOKENIZER)[2]
+    count = checked_header(path, TOKENIZER)[2]
     data, words, at = Path(path).read_bytes(), [], HEADER_BYTES
     while at < len(data) and len(words) < count:
         words.append(data[at + 1 : at + 1 + data[at]])
@@ -106,3 +107,6 @@ class Tokenized:
 
     def decode(self, tokens):
         return decode(tokens, self.words())
+
+
+FEATURE = Feature("tokenizer", training=Tokenized)

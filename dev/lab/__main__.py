@@ -26,7 +26,7 @@ from pathlib import Path
 
 from dev.cpu import races
 from dev.cpu.device import compiler_of
-from dev.features.order import capability, has_gpu
+from dev.common.gpus import capability, has_gpu
 from dev.lab import timing
 from dev.lab.ladder import DTYPES, KERNELS, LAB, asked_sizes, find_ladder, kernel_names
 from dev.lab.workers import Failure, Task, failures_only, one_line, run_ladders

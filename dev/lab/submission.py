@@ -14,9 +14,8 @@ from types import SimpleNamespace
 import numpy as np
 
 from dev import gpt2_numpy
-from dev.common import cuda_source
 from dev.common.config import Config
-from dev.common.cuda_source import parameters_of, without_comments
+from dev.common.cuda_source import checked_kernels, parameters_of, without_comments
 from dev.lab import formulas
 from dev.lab.exercises import EXERCISES, HELPERS, PREFIX, command, exercise_names, version_of
 from dev.lab.ladder import KERNELS, Draw, find_ladder, parse_sizes
@@ -115,7 +114,7 @@ class Submission:
         """The train_gpt2.Kernel."""
         # Not train_gpt2.read_kernels: this one says what is wrong with a BLOCK. The types of the
         # parameters are compared with the exercise's in version.
-        kernels = cuda_source.read_kernels([self.path], types=False)
+        kernels = checked_kernels([self.path], types=False)
         if self.run in kernels:
             return kernels[self.run]
         match = re.search(DECLARATION % self.run, self.code, re.S)

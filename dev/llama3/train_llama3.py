@@ -35,7 +35,7 @@ from prepro_tinyshakespeare import EOT, UserError, data_paths, make_header, run_
 import numpy as np  # after prepro_tinyshakespeare, which sets how its threads wait
 
 from dev.common.config import Config, read_parameters
-from dev.features.file_kinds import read_header
+from dev.features.file_kinds import checked_header
 from dev.features.seams import GPT2
 from dev.features.shuffled_loader import paths_of
 from dev.features.tokenizer import encoding_of_model, words_of_model
@@ -131,7 +131,7 @@ class Config3(Config):
         if its head equals its embeddings. There are two formats: llm.c's branch llama3 has a second
         header of floats; its master truncates each float to a whole number, and eps is taken to be
         Llama's. Raises UserError."""
-        header = read_header(path, cls.FILE)
+        header = checked_header(path, cls.FILE)
         maxT, V, L, NH, NKV, C = header[2:8]
         cut_off = whole_numbers_only(header)
         if cut_off:
@@ -202,7 +202,7 @@ class Config3(Config):
         paths = data_paths(train, val)
         if self.has_llamas_words:
             vocabulary()
-            if read_header(paths_of(paths[0])[0], *self.TOKEN_FILES)[0] != LLAMA_TOKENS.magic:
+            if checked_header(paths_of(paths[0])[0], *self.TOKEN_FILES)[0] != LLAMA_TOKENS.magic:
                 print(f"WARNING: {paths[0]} has GPT-2's tokens, and the model Llama's words, for "
                       "which dev/llama3/tokens.py writes token files")
         return paths

@@ -6,7 +6,7 @@
 
 The host reads the smaller GPU's figures, from dev/common/gpus.py: compute capability, memory, multiprocessors. The
 program's kernels are compiled to PTX for it, as far as the real GPU is newer, and the driver translates that. A launch
-that the smaller GPU would refuse is an error here, too. CuPy and order.capability are patched, so the trainer has no
+that the smaller GPU would refuse is an error here, too. CuPy and gpus.capability are patched, so the trainer has no
 line for this. CuPy's own kernels, and cuBLAS, run as on the real GPU. Processes that the program starts are not capped.
 """
 import functools
@@ -15,8 +15,8 @@ import sys
 from contextlib import ExitStack
 from unittest import mock
 
+from dev.common import gpus
 from dev.common.gpus import GPUS, GB, KB, attributes_of, digits
-from dev.features import order
 from prepro_tinyshakespeare import UserError, run_main
 
 
@@ -98,7 +98,7 @@ def capped(capability):
         raise UserError(f"{e}: expected a GPU, newer than the one to run as: check nvidia-smi") from None
     target = min(digits(capability), own, key=int)
     context = ExitStack()
-    context.enter_context(mock.patch.object(order, "capability", lambda: int(digits(capability))))  # by the driver
+    context.enter_context(mock.patch.object(gpus, "capability", lambda: int(digits(capability))))  # by the driver
     context.enter_context(mock.patch.object(cupy.cuda, "Device", device_like(cupy.cuda.Device, capability)))
     context.enter_context(mock.patch.object(
         cupy, "RawModule", functools.partial(Module, cupy.RawModule, GPUS[capability], target)))

@@ -17,10 +17,11 @@ import numpy as np
 from dev.common.config import check_tokens, checkpoint_parts, read_parameters
 from dev.common.flags import parse_flags
 from dev.features.devices import device_class
-from dev.features.file_kinds import read_header
+from dev.features.file_kinds import checked_header
 from dev.features.fp8.fp8 import fp8_device
 from dev.features.moments import SOURCE as MOMENTS
-from dev.features.order import FLAGS as FEATURE_FLAGS, attach, capability, has_gpu
+from dev.common.gpus import capability, has_gpu
+from dev.features.order import FLAGS as FEATURE_FLAGS, attach
 from dev.features.recompute import LLAMA_SOURCE as RECOMPUTE_LLAMA, SOURCE as RECOMPUTE
 from dev.features.relu_attention import with_relu
 from dev.features.seams import GPT2, Training
@@ -203,7 +204,7 @@ def read_debug_state(path, c):
     """A debug state for a model of config c: x, y (B,T) int32, logits (B,T,V), loss, and gradients {name: array}.
     Raises UserError."""
     kind = DEBUG_STATE[type(c)]
-    B, T, recorded = read_header(path, kind)[2:5]  # GPT-2's does not end with recorded losses and norms
+    B, T, recorded = checked_header(path, kind)[2:5]  # GPT-2's does not end with recorded losses and norms
     if B < 1 or not 1 <= T <= c.maxT:
         raise UserError(f"{path}: B = {B}, T = {T} in its header; expected 1 <= B and 1 <= T <= maxT = {c.maxT}")
     rows = [Row("x", (B, T), np.int32), Row("y", (B, T), np.int32), Row("logits", (B, T, c.V)), Row("loss", ())]

@@ -16,7 +16,7 @@ import numpy as np
 
 from dev.common.cache import cache_folder, read_cache, write_cache
 from dev.common.config import Config
-from dev.common.cuda_source import read_kernels
+from dev.common.cuda_source import checked_kernels
 from dev.features.devices import make_device
 from dev.features.outliers import SOURCE as OUTLIERS
 from dev.lab.bench import Bench, noting, orders as thread_orders
@@ -62,10 +62,10 @@ def kernel_files(device_name, folder):
                          for file in (path, Path(copied))}
             check(f"a copy of the kernels, {flag}: libraries", len(found) == wish, len(found))
     path.write_text(KERNEL_FILE.replace("float value", "double value"))
-    check_refusal("kernel", "fill: double value: expected a pointer.* int, float", read_kernels, [path])
+    check_refusal("kernel", "fill: double value: expected a pointer.* int, float", checked_kernels, [path])
     for block in ("size", "4 *", "threads / 0", "0 * threads"):
         path.write_text(KERNEL_FILE.replace("BLOCK(32, threads)", f"BLOCK(32, {block})"))
-        check_refusal("kernel", "BLOCK over .*: .*: expected arithmetic in threads and W", read_kernels, [path])
+        check_refusal("kernel", "BLOCK over .*: .*: expected arithmetic in threads and W", checked_kernels, [path])
 
 
 LAUNCH = """
@@ -268,7 +268,7 @@ def races(device_name, folder):
     def text_of(names, before=None, cut=None):
         """The text with only these kernels, and without the first `cut` after `before`."""
         kept = text
-        for name in read_kernels(sources).keys() - names:  # without a BLOCK it is not compiled
+        for name in checked_kernels(sources).keys() - names:  # without a BLOCK it is not compiled
             kept = re.sub(rf'BLOCK\(.*\)\n(?=extern "C" __global__ void .*\b{name}\()', "", kept)
         if not cut:
             return kept

@@ -18,12 +18,14 @@ from unittest import mock
 import numpy as np
 
 from dev.bench import time_five
+from dev.common import gpus
 from dev.common.bf16 import to_bf16
 from dev.features.fp8.fp8 import fp8_device
 from dev.features.hopper import attention_five
 from dev.features.hopper.attention_five import FiveProducts
-from dev.features.order import FEATURES, capability
-from dev.features.seams import GPT2
+from dev.common.gpus import capability
+from dev.features.order import FEATURES
+from dev.features.seams import GPT2, Training
 from dev.lab.bench import BF16_LIMIT
 from dev.tests import checks
 from dev.tests.checks import EXACT, check
@@ -152,13 +154,12 @@ def others(device_name):
         kind = type("Five", (FiveProducts, base), {})
         tables = kind.tables(SimpleNamespace(C=C, NH=2), SimpleNamespace(hopper=hopper), 1, 64)
         yield f"no arena, {hopper=} {C=}", np.array(len(tables)), 0, EXACT
-    base = type("Base", (), dict(make_device=lambda self, *beside: [*beside]))
-    kind = type("Run", (attention_five.FiveProductsTraining, base), {})
+    run = Training(SimpleNamespace())
+    run.layers, run.Device = [attention_five.FEATURE], lambda dtype, c, beside: beside
     for gpu, dtype, C, wish in ((90, "bf16", 256, 2), (90, "fp8", 256, 2), (90, "bf16", 128, 0), (90, "tf32", 256, 0),
                                 (80, "bf16", 256, 0), (100, "bf16", 256, 0)):
-        run = kind()
         run.config, run.flags = SimpleNamespace(C=C, NH=2), SimpleNamespace(dtype=dtype)
-        with mock.patch.object(attention_five, "capability", return_value=gpu):
+        with mock.patch.object(gpus, "capability", return_value=gpu):
             yield f"files for {gpu} {dtype} {C // 2}", np.array(len(run.make_device())), wish, EXACT
     [row] = [feature for feature in FEATURES if feature.name == "five products"]
     for device, plain, wish in (("cuda", 0, True), ("cuda", 1, False), ("cpu", 0, False)):

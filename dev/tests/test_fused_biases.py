@@ -12,7 +12,7 @@ from dev.cpu import races
 from dev.cpu.device import Cpu, compiler_of
 from dev.features.devices import device_class
 from dev.features.fused_biases import SOURCE, SummedOutputs
-from dev.features.order import capability
+from dev.common.gpus import capability
 from dev.lab import heads
 from dev.lab.bench import Bench
 from dev.lab.heads import ATTENTION_LIMITS

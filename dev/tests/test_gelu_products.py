@@ -74,7 +74,7 @@ def device_for(device_name):
     """The device, or None if its GPU is no Hopper."""
     if device_name == "cpu":
         return small_device()
-    device = with_own_gelu(time_gelu.FastCuda)("bf16", Config(C=768, NH=12))
+    device = with_own_gelu(time_gelu.FastCuda)("bf16", Config(C=768, NH=12), gelu_products.SOURCES)
     if not device.hopper:
         print("skipped: this GPU is no Hopper")
     return device if device.hopper else None

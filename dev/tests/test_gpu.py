@@ -18,14 +18,14 @@ from unittest import mock
 import numpy as np
 
 import train_gpt2
+from dev.common import gpus
 from dev.common.bf16 import master_numbers
 from dev.common.config import Config
-from dev.common.cuda_source import read_kernels
+from dev.common.cuda_source import checked_kernels
 from dev.common.host_memory import available_memory
 from dev.features import devices, fit, order
-from dev.features.hopper import attention_five
 from dev.features.late_reports import LateReports
-from dev.features.nvtx import DEVICE, MODEL, Annotated, with_ranges
+from dev.features.nvtx import RangedDevice, RangedModel
 from dev.features.seams import GPT2, Training
 from dev.llama3.train_llama3 import Llama3
 from dev.tests.checks import EXACT, TINY, check, check_refusal, run_program, words
@@ -96,8 +96,8 @@ def profiler_ranges(device_name, folder):
     plain, batch = poisoned_model(device, 2, 20, recompute=2), pack_batch(*words(257, 2, 2, 20))
     ranged = copy.copy(device)
     vars(ranged).pop("launch", None)  # remove the tests' own recorder, which would hide the class's method
-    ranged.__class__ = with_ranges(type(device), DEVICE, nvtx)
-    model = with_ranges(type(plain), MODEL, nvtx)(plain.config, ranged, 2, 20)
+    ranged.__class__ = order.stack(type(device), [RangedDevice], dict(nvtx=nvtx))
+    model = order.stack(type(plain), [RangedModel], dict(nvtx=nvtx))(plain.config, ranged, 2, 20)
     model.set_parameters((name, device.get(array)) for name, array in vars(plain.params).items())
     for each in (plain, model):
         each.train_step(batch)
@@ -123,12 +123,8 @@ def profiler_ranges(device_name, folder):
     check("ranges: closed behind an error", not nvtx.open, nvtx.open)
     yield "parameters with ranges", master_numbers(model), master_numbers(plain), EXACT
 
-    class OnGpu:
-        flags = SimpleNamespace(device="cuda")
-        device_class = lambda self: train_gpt2.FastCuda
-
-    for name, feature in (("ranges", Annotated), ("--graph 0", devices.OneByOne)):
-        kind, work = type("Launched", (feature, OnGpu), {})().device_class(), mock.Mock()
+    for name, feature in (("ranges", RangedDevice), ("--graph 0", devices.NO_GRAPH.device)):
+        kind, work = order.stack(train_gpt2.FastCuda, [feature]), mock.Mock()
         for _ in range(3):
             kind.repeat(mock.Mock(), {}, "shape", work)
         check(f"{name}: no graph", work.call_count == 3, work.call_count)
@@ -245,7 +241,7 @@ def tensor_maps_of_a_gpu(device_name, folder):
 
     B, T, HS, heads, status = 3, 5, 80, 9, 0
     array = SimpleNamespace(data=SimpleNamespace(ptr=4096), shape=(B * T, heads * HS))
-    device = mock.Mock(maps={}, hopper=False, HS=HS, kernels=read_kernels(Config.SOURCES), AVOID="")
+    device = mock.Mock(maps={}, hopper=False, HS=HS, kernels=checked_kernels(Config.SOURCES), AVOID="")
     device.tensor_map = functools.partial(train_gpt2.FastCuda.tensor_map, device)
     arguments = "atty", "lse", array, 0.1, T, 3  # for attention_forward
     given = train_gpt2.FastCuda.with_tensor_maps(device, "attention_forward", arguments)
@@ -293,7 +289,7 @@ def files_of_a_run(device_name, folder):
     files = set()
     for Model, model, gpu, dtype, more in runs:
         with mock.patch.multiple(devices.Beside, __init__=begin, compile=compile), \
-                mock.patch.object(attention_five, "capability", return_value=gpu):
+                mock.patch.object(gpus, "capability", return_value=gpu):
             try:
                 order.main(["--device", "cuda", "-e", model, "--dtype", dtype, *more,
                             *["-o", f"{folder}/run"] * ("--ema" in more)], Model)
@@ -304,7 +300,7 @@ def files_of_a_run(device_name, folder):
         done = subprocess.run(["g++", "-E", "-P", "-x", "c++", *flags, "-"], input=code, capture_output=True,
                               text=True, check=True)
         found = re.findall(r"__global__ void\s+(?:__launch_bounds__\(.*?\)\s*)?(\w+)\(", done.stdout)
-        missing = {*read_kernels(sources)} - {*found}
+        missing = {*checked_kernels(sources)} - {*found}
         check(f"each kernel is compiled: {model} {gpu} {dtype} {' '.join(more)}", found and not missing, missing)
         files |= {path.name for path in sources}
     wish = {"kernels.cu", "llama3.cu", "hopper.cuh", "attention_five.cu", "gelu_products.cu", "fp8.cu", "moments.cu",

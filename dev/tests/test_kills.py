@@ -28,7 +28,6 @@ from dev.tests.trainings import bytes_of, call, command, same, token_files, trai
 
 class Late(LateReports, Training):
     """Training that reports late, as on a GPU, with any device that can fetch."""
-    device_class = Training.device_class
 
 
 def start(*args, **more):

@@ -82,10 +82,11 @@ def same_losses(device_name, folder):
 
 
 def places_of_shares(device_name, folder):
-    """With --zero, the numbers that a rank has are told by places as the pieces are that it keeps of whole tensors."""
+    """With --zero, the numbers that a rank has are told by places as the pieces are that it keeps of whole tensors.
+    The rows that pad wte are found in the shares of the gradients."""
     place, c = device_of(device_name, "fp32", 64, 2), Config.from_file(TINY)
     for count in (2, 3, 5, 64):
-        found = []
+        found, padding = [], []
         for rank in range(count):
             model = class_of(rank, count, "-z", 1, "--moments", "bf16")(c, place, 1, 8)
             whole = model.arenas["gradients"].view(np.float32)
@@ -98,6 +99,9 @@ def places_of_shares(device_name, folder):
                 found.append((kept[start:stop] == number) | (kept[start:stop] == 0))  # 0 behind the last piece
                 own = int((kept[start:stop] > 0).sum())
                 assert own >= piece - 1, f"{own} numbers in a piece of {piece}"
+            model.set_tensors((), [model.share_views("grad share")])
+            padding += [number for part in model.padding for number in place.get(part).tolist()]
+        yield f"{count} ranks: padding", sorted(padding), np.arange(c.V * c.C, c.Vp * c.C), EXACT
         yield f"{count} ranks", np.concatenate(found), True, EXACT
 
 

@@ -17,6 +17,7 @@ from unittest import mock
 import numpy as np
 
 from dev.common.config import Config
+from dev.features import order
 from dev.features.checkpoints.resume import load_position
 from dev.features.checkpoints.run_folder import RunFolder
 from dev.features.checkpoints.state_file import shuffle_record
@@ -185,7 +186,8 @@ def kept_checkpoints(device_name, folder):
         start = [0] * (pattern == "run_*")  # the flags of the run since its start
         yield f"kept {pattern}", found, [*start, 4, 8, 11, 12], EXACT
     gone = []
-    output = RunFolder(SimpleNamespace(output=kept, resume=1, checkpoint_every=1, sample=None, val_every=0))
+    output = RunFolder(SimpleNamespace(output=kept, resume=1, checkpoint_every=1, sample=None, val_every=0),
+                       None, Config, order.FLAGS, order.FEATURES)
     with mock.patch.object(Path, "unlink", lambda path, **_: gone.append(path.name)):
         output.remove(12)
     names = ["DONE_00000012", "run_00000012.json", "state_00000012_00000.bin", "model_00000012.bin"]

@@ -15,12 +15,16 @@ import re
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
+
 import train_gpt2
-from dev.common.config import Config
+from dev.common.config import Config, read_parameters
+from dev.common.flags import parse_flags
 from dev.cpu.device import Cpu
-from dev.features import order
-from dev.tests.checks import TINY, check, run_program
+from dev.features import moments, order, seams
+from dev.tests.checks import TINY, check, check_refusal, run_program
 from dev.tests.trainings import two_token_files
+from train_gpt2 import pack_batch
 
 TOP = Path(__file__).resolve().parents[2]
 SEAMS, TRAINER = "dev/features/seams.py", "train_gpt2.py"
@@ -139,5 +143,55 @@ def excerpts():
         check(f"{block[0][:30]} ...", lines[start : start + len(block)] == block, block)
 
 
+def names_of_helpers():
+    """Two features may use the same name: their functions are in namespaces, but for kernels and what a .cuh declares.
+    """
+    for path in (path for path in order.SOURCES if path.suffix == ".cu"):
+        text = path.read_text("utf-8")
+        outside = re.sub(r"^namespace (\w+) \{.*?^\}  // namespace \1$", "", text, flags=re.M | re.S)
+        found = re.findall(r"^(?:template|struct|constexpr|using|__device__).*", outside, re.M)
+        headers = "".join(header.read_text("utf-8") for header in path.parent.glob("*.cuh"))
+        check(f"{path.name}: names", not [line for line in found if line.rstrip("{ ") not in headers], found)
+
+
+class Noise:
+    """A feature that changes all gradients."""
+
+    def adamw(self, parameters, low, gradients, m, v):
+        gradients.view(np.float32)[...] += 1
+        super().adamw(parameters, low, gradients, m, v)
+
+
+def padding_of_words():
+    """Rows that pad the vocabulary stay zero, even if a feature changes their gradients."""
+    for more in ([], ["--moments", "bf16"]):
+        model = made_model(Noise, *more)
+        before = model.params.wte.copy()
+        model.train_step(pack_batch(*np.ones((2, 1, 8), np.int32)), learning_rate=0.1, weight_decay=0.1)
+        V = model.config.V
+        check(f"padding {more}", not model.params.wte[V:].any() and (model.params.wte[:V] != before[:V]).all())
+
+
+def arrays_of_other_numbers():
+    """A launch refuses an array whose numbers are not those that the kernel reads."""
+    device = made_model(Noise).device
+    wrong = np.zeros(64), np.zeros(64, np.float16), np.zeros(64, np.int64), np.zeros(64, np.int32)
+    for array in wrong:
+        check_refusal("launch", rf"gelu_forward: inp is an array of {array.dtype}, and the kernel reads const real\*",
+                      device.launch, "gelu_forward", 64, np.zeros(64, np.float32), array, 1, 64)
+    device.launch("gelu_forward", 64, np.zeros(64, np.float32), np.zeros(64, np.float32), 1, 64)
+
+
+def made_model(feature, *given):
+    """A small model with a feature and what these flags ask for."""
+    kind = order.attach(parse_flags("", order.FLAGS, given), seams.Training, seams.GPT2)[1]
+    c = Config.from_file(TINY)
+    sources = [moments.SOURCE]
+    model = order.stack(kind, [feature])(c, Cpu("fp32", c, sources), 1, 8)
+    model.set_parameters(read_parameters(TINY, c))
+    return model
+
+
 if __name__ == "__main__":
-    run_program((repeated_lines, repeated_kernels, excerpts, plain_program))
+    run_program((repeated_lines, repeated_kernels, excerpts, plain_program, names_of_helpers, padding_of_words,
+                 arrays_of_other_numbers))

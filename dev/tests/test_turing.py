@@ -16,6 +16,7 @@ import numpy as np
 from dev.common.config import Config
 from dev.common.nvrtc import has_nvrtc
 from dev.cpu.device import Cpu
+from dev.common import gpus
 from dev.features import order
 from dev.features.devices import Cuda, make_device
 from dev.tests import checks
@@ -78,11 +79,11 @@ def dtypes():
     in one line."""
     for capability, wish in ((0, "bf16"), (70, "fp32"), (75, "fp32"), (80, "bf16"), (120, "bf16")):
         with mock.patch("ctypes.CDLL", lambda name, capability=capability: driver(capability)):
-            found = order.capability(), order.has_gpu(), order.default_dtype("cuda")
+            found = gpus.capability(), order.has_gpu(), order.default_dtype("cuda")
             check(f"default on {capability}", found == (capability, capability > 0, wish), found)
             check(f"default on a CPU beside {capability}", order.default_dtype("cpu") == "fp32")
     with mock.patch("ctypes.CDLL", side_effect=OSError):
-        check("no driver", (order.capability(), order.has_gpu()) == (0, False))
+        check("no driver", (gpus.capability(), order.has_gpu()) == (0, False))
     error = type("Error", (Exception,), {})
     for capability, dtype, wish in (
             (75, "bf16", "bf16 needs .* 8.0, and .* 7.5: try another --dtype"),

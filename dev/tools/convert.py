@@ -38,7 +38,7 @@ from dev.common.bf16 import to_bf16
 from dev.common.config import Config
 from dev.common.flags import argument, parse_flags
 from dev.data.hub import ask
-from dev.features.file_kinds import ON_HUB, OPENAI, read_header
+from dev.features.file_kinds import ON_HUB, OPENAI, checked_header
 from dev.llama3.train_llama3 import Config3
 from dev.tools.hf_config import ARCHITECTURES, HEAD, padded, read_config, read_json, write_objects
 from dev.tools.hf_tokenizer import write_tokenizer
@@ -290,7 +290,7 @@ def named_tensors(path, c, stored, header):
 
 def checkpoint_to_folder(path, folder, dtype=None):
     """Convert a checkpoint. Raises UserError."""
-    header = read_header(path, *(kind.FILE for kind in ARCHITECTURES))
+    header = checked_header(path, *(kind.FILE for kind in ARCHITECTURES))
     kind = next(kind for kind in ARCHITECTURES if kind.FILE.magic == header[0])
     c, architecture, folder = kind.from_file(path), ARCHITECTURES[kind], Path(folder)
     stored = c.STORED[header[1]]

@@ -7,7 +7,7 @@ import sys
 from dev.common.config import read_parameters
 from dev.common.flags import parse_flags
 from dev.features.devices import make_device
-from dev.features.file_kinds import read_header
+from dev.features.file_kinds import checked_header
 from dev.features.fit import Fitting
 from dev.features.hellaswag_score import PADDING, count_right, read_examples
 from dev.features.order import default_dtype, has_gpu
@@ -38,7 +38,7 @@ def main(arguments=None):
     """Everything from the flags to the score. Raises UserError."""
     flags = parse_flags(__doc__, FLAGS, arguments)
     architectures = {architecture.Config.FILE: architecture for architecture in (GPT2, Llama3)}
-    magic = read_header(flags.model, *architectures)[0]
+    magic = checked_header(flags.model, *architectures)[0]
     [architecture] = [architecture for kind, architecture in architectures.items()
                       if kind.magic == magic]
     c = architecture.Config.from_file(flags.model)

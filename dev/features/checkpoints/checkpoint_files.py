@@ -13,18 +13,19 @@ from prepro_tinyshakespeare import UserError
 # In the order in which they are written
 FILES = {"model": "model_{:08d}.bin", "state": "state_{:08d}_{:05d}.bin", "run": "run_{:08d}.json",
          "DONE": "DONE_{:08d}"}
-# Names of files that are never overwritten, and of those that a kill leaves behind
-OF_A_RUN = re.compile(r"main\.log(\.old)?|(model|ema|state|run|DONE|replay)_\d{8}(_\d{5})?(\.\w+)?")
-LEFT = re.compile(r"(main\.log.*|(model|ema|state|run|replay|DONE)_\d{8}.*)\.\d+\.tmp"
-                  r"|ranks_[0-9a-f]{12}.*")
 
 
 class CheckpointFiles:
-    """Checkpoints in the folder `path`, of models of a Config `kind`, trained with flags of a
-    `table`."""
+    """Checkpoints in the folder `path`, of models of a Config `kind`, trained with Flags of a
+    `table` by a program with these features. of_a_run: a pattern of names of files that are never
+    overwritten; left: of those that a kill leaves behind."""
 
-    def __init__(self, path, kind, table):
-        self.path, self.kind, self.table = path, kind, [*table]
+    def __init__(self, path, kind, table, features):
+        self.path, self.kind, self.table, self.features = path, kind, [*table], [*features]
+        words = "|".join(word for feature in features for word in feature.saved)
+        self.of_a_run = re.compile(rf"main\.log(\.old)?|({words})_\d{{8}}(_\d{{5}})?(\.\w+)?")
+        left = [feature.left for feature in features if feature.left]
+        self.left = re.compile("|".join([rf"(main\.log.*|({words})_\d{{8}}.*)\.\d+\.tmp", *left]))
 
     def file(self, name, step, rank=0):
         return self.path / FILES[name].format(step, rank)
@@ -48,7 +49,7 @@ class CheckpointFiles:
         if states[0].step != step:
             raise Damage(f"{states[0].path}: of step {states[0].step}; expected {step}, as its "
                          "name says")
-        read_notes(self.file("run", step), self.table)
+        read_notes(self.file("run", step), self.table, self.features)
         if numbers:
             for tensors in (self.parameters(step, c), *finite_sets(states, c)):
                 for _ in tensors:
@@ -83,14 +84,14 @@ class CheckpointFiles:
             pattern = pattern.replace("model_", "*_")  # and what features write, such as ema_*.bin
             for path in sorted(self.path.glob(pattern)):
                 # run_00000000.json stays: the run needs it to resume without a checkpoint
-                if OF_A_RUN.fullmatch(path.name) and path != self.file("run", 0):
+                if self.of_a_run.fullmatch(path.name) and path != self.file("run", 0):
                     path.unlink(missing_ok=True)
 
     def remove_leftovers(self):
         """Remove what a kill has left of files that were being written or removed."""
         for path in [*self.path.iterdir()]:
             state = re.fullmatch(r"state_(\d{8})_\d{5}\.bin", path.name)
-            if LEFT.fullmatch(path.name):
+            if self.left.fullmatch(path.name):
                 path.unlink()
             elif state and not self.file("DONE", int(state[1])).exists():
                 self.remove(int(state[1]))

@@ -7,18 +7,15 @@ number of ranks the data continues with the next file.
 import os
 
 from dev.common.config import count_tokens
-from dev.features.checkpoints.run_json import MUST_AGREE, PATHS, read_notes
+from dev.features.checkpoints.run_json import read_notes
 from dev.features.checkpoints.state_file import STATE, Damage, finite_sets, moments_of, read_states
-from dev.features.file_kinds import read_header
+from dev.features.file_kinds import checked_header
 from dev.features.shuffled_loader import paths_of
 from dev.features.terminal import say
 from prepro_tinyshakespeare import UserError
 
-# Flags that a resumed run may change without a warning. MUST_AGREE has those that it cannot change.
-MAY_DIFFER = ("output", "train_data", "val_data", "resume", "checkpoint_every", "checkpoints_kept",
-              "graph", "nvtx", "checkpoints_major", "val_every", "val_batches", "sample_every",
-              "sample_tokens", "hellaswag", "sample", "temperature", "top_k", "dry_run", "replay",
-              "seed", "gpus", "zero", "log_ranks")
+# The trainer's flags that a resumed run may change without a warning. Features declare theirs.
+MAY_DIFFER = "val_every", "sample_every", "sample_tokens"
 
 # ---- Before the model is made
 
@@ -30,21 +27,24 @@ def choose_checkpoint(folder, steps):
     if steps:
         folder.step, folder.checkpoint = steps[-1], folder.file("model", steps[-1])
     folder.notes_path = path = folder.file("run", folder.step or 0)
-    folder.notes = read_notes(path, folder.table)
+    folder.notes = read_notes(path, folder.table, folder.features)
     before = folder.notes["flags"] if folder.notes else {}
-    restored = [name for name in before if name not in ("device", "gpus", "log_ranks")
-                and getattr(flags, name, before[name]) is None]
+    fixed = [flag.key for flag in folder.table if not flag.restored]
+    restored = [name for name in before
+                if name not in fixed and getattr(flags, name, before[name]) is None]
     for name in restored:
         setattr(flags, name, before[name])
-    for name in PATHS if flags.sample is None else ():
-        value = before.get(name)
+    for flag in folder.table if flags.sample is None else ():
+        if not flag.path:
+            continue
+        name, value = flag.key, before.get(flag.key)
         needed = name in restored and {
             "model": not steps and os.path.isabs(value or ""),
             "val_data": flags.val_every != 0}.get(name, True)
-        files = paths_of(value) if value and PATHS[name] in ("-i", "-j") else [value]
+        files = paths_of(value) if value and flag.short in ("-i", "-j") else [value]
         if needed and value and not any(map(os.path.exists, files)):
-            raise UserError(f"{path}: its run had {PATHS[name]} {value}, which is not there: "
-                            f"restore it, or give {PATHS[name]}")
+            raise UserError(f"{path}: its run had {flag.short} {value}, which is not there: "
+                            f"restore it, or give {flag.short}")
     total, every = before.get("steps") or 0, before.get("checkpoint_every")
     weights = folder.file("model", total)
     if every == 0 and total > (folder.step or 0) and weights.exists():  # it ended, without -n
@@ -120,8 +120,10 @@ def check_same_run(folder):
                         "sizes and hashes of what the files hold")
     count = notes.get("ranks", folder.count)
     if folder.has_state:
-        count = read_header(folder.file("state", step), STATE)[2]
+        count = checked_header(folder.file("state", step), STATE)[2]
+    declared = {flag.key: flag for flag in folder.table}
     for name, now in vars(flags).items():
+        flag = declared[name]
         before = notes["flags"].get(name, now)
         if name == "model" and before:
             # Once there is a checkpoint, it does not matter where the first weights were.
@@ -129,13 +131,12 @@ def check_same_run(folder):
             before, now = short(before), short(now)
         if before in (now, None if name == "model" else now):
             continue
-        if name in MUST_AGREE and not (count != folder.count and name == "total_batch"):
-            raise UserError(f"{path}: of a run with {MUST_AGREE[name]} {before}, and now it is "
-                            f"{now}: expected the same")
-        rounds = name == "seed" and flags.moments == "bf16"
-        if rounds or name not in MAY_DIFFER:
-            say(f"WARNING: --{name.replace('_', '-')} was {before} until step {step}, and is "
-                f"{now} from now on")
+        if flag.must_agree and not (count != folder.count and name == "total_batch"):
+            raise UserError(f"{path}: of a run with {flag.short} {before}, and now it is {now}: "
+                            "expected the same")
+        may_differ = flag.may_differ(flags) if callable(flag.may_differ) else flag.may_differ
+        if not may_differ and name not in MAY_DIFFER:
+            say(f"WARNING: {flag.name} was {before} until step {step}, and is {now} from now on")
 
 
 def load_state(path_of, model, data, had=None):

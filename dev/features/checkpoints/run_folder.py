@@ -25,9 +25,9 @@ import sys
 import time
 from pathlib import Path
 
-from dev.common.config import Config, checkpoint_parts
+from dev.common.config import checkpoint_parts
 from dev.features.checkpoints.background_writer import Writer
-from dev.features.checkpoints.checkpoint_files import OF_A_RUN, CheckpointFiles
+from dev.features.checkpoints.checkpoint_files import CheckpointFiles
 from dev.features.checkpoints.main_log import MainLog
 from dev.features.checkpoints.resume import choose_checkpoint, resume
 from dev.features.checkpoints.run_json import notes_of
@@ -35,8 +35,6 @@ from dev.features.checkpoints.state_file import state_parts, state_table
 from dev.features.ranks.ranks import partial_hash
 from dev.features.terminal import say
 from prepro_tinyshakespeare import UserError, replace_file
-from train_gpt2 import FLAGS
-
 
 
 class RunFolder(CheckpointFiles):
@@ -44,8 +42,8 @@ class RunFolder(CheckpointFiles):
     the path of its parameters, or None. notes: of its run, or None. ranks: None if this is the only
     process."""
 
-    def __init__(self, flags, ranks=None, kind=Config, table=tuple(FLAGS)):
-        super().__init__(Path(flags.output), kind, table)
+    def __init__(self, flags, ranks, kind, table, features):
+        super().__init__(Path(flags.output), kind, table, features)
         self.flags, self.ranks = flags, ranks
         self.rank, self.count = (ranks.rank, ranks.count) if ranks else (0, 1)
         self.step, self.checkpoint, self.notes = None, None, None
@@ -75,7 +73,7 @@ class RunFolder(CheckpointFiles):
         steps, started = self.steps() if names else [], self.file("run", 0).name in names
         if flags.sample is not None:
             return steps, started
-        own = [name for name in names if OF_A_RUN.fullmatch(name)]
+        own = [name for name in names if self.of_a_run.fullmatch(name)]
         if names:
             os.close(self.locked())
         listed = ", ".join(own[:3]) + ", ..." * (len(own) > 3)
@@ -136,7 +134,7 @@ class RunFolder(CheckpointFiles):
                 resume(self, training, model)
                 self.remove_leftovers()
                 if self.step is None:
-                    self.write_notes(notes_of(training, model, self.data))
+                    self.write_notes(notes_of(training, model, self.data, self.table))
                 self.main_log = MainLog(self.path, model.step, model.step >= self.flags.steps)
             except BaseException:
                 os.close(self.lock)
@@ -192,7 +190,7 @@ class RunFolder(CheckpointFiles):
             for name, (views, real) in training.weights(model).items()}
         if whole:
             files[self.file("state", step, self.rank)] = state_parts(model, position, self.shared)
-        notes, agreed = notes_of(training, model, self.data), False
+        notes, agreed = notes_of(training, model, self.data, self.table), False
 
         def finish(failure):
             nonlocal agreed

@@ -1,51 +1,35 @@
 """run_00000500.json, a checkpoint's notes: what a run needs to resume, and llm.c's files have no
-place for. Its fields are in FIELDS.
+place for. Its fields are in FIELDS, and in the declarations of features as state.
 """
 import argparse
 import json
 import os
 
-import numpy as np
-
 from dev.common.flags import TYPES
-from dev.features.outliers import WINDOW
 from prepro_tinyshakespeare import UserError
-
-# Flags that must be the same when a run resumes, and flags whose value is a path
-MUST_AGREE = {"model": "-e", "seq_len": "-t", "total_batch": "-d", "shuffle": "--shuffle",
-              "overfit": "-a"}
-PATHS = {"train_data": "-i", "val_data": "-j", "hellaswag": "--hellaswag", "model": "-e"}
 
 
 def from_anywhere(name, value):
-    """A flag's value; a path or pattern is made absolute, to be found from any folder."""
-    if value is None or name not in PATHS:
+    """A flag's path or pattern, made absolute, to be found from any folder."""
+    if value is None:
         return value
     if name == "model" and not (os.path.isfile(value) or value.endswith(".bin")):
         return value
     return os.path.join(os.getcwd(), value)
 
 
-def notes_of(training, model, data):
-    """The notes of a run. data: [[name, bytes, hash], ...] of its token files."""
-    device = model.device
+def notes_of(training, model, data, table):
+    """The notes of a run. data: [[name, bytes, hash], ...] of its token files; table: all Flags."""
+    device, paths = model.device, {flag.key for flag in table if flag.path}
     return dict(step=model.step, ranks=training.count,
-                flags={name: from_anywhere(name, x) for name, x in vars(training.flags).items()},
+                flags={name: from_anywhere(name, x) if name in paths else x
+                       for name, x in vars(training.flags).items()},
                 data=data, **training.state(model),
                 products=dict(of=getattr(device, "cache", None),
                               algorithms=dict(getattr(device, "choices", {}))))
 
 
 # ---- Reading, which checks every field
-
-
-def numbers(values, shape):
-    """Whether values, from JSON, are numbers of this shape."""
-    try:
-        array = np.array(values)
-    except ValueError:  # lists of several lengths
-        return False
-    return array.dtype.kind in "iuf" and array.shape == shape
 
 
 def is_flag(kind, value):
@@ -77,16 +61,12 @@ def is_choice(products):
 FIELDS = {  # {name: (whether a value is good, what is expected)}
     "flags": (lambda x: isinstance(x, dict), "names and values"),
     "data": (is_data, "[[name, bytes, hash], ...]"),
-    "windows": (lambda x: numbers(x, (2, WINDOW)), f"2 lists of {WINDOW} numbers"),
-    "seen": (lambda x: numbers(x, (1,)), "[a number]"),
-    "products": (is_choice, '{"of": a device, "algorithms": {product: whole numbers}}'),
-    "scales": (lambda x: x == [] or isinstance(x, list) and numbers(x, (len(x),)), "numbers")}
-OF_FEATURES = "windows", "seen", "scales"  # missing without -sl, -sg or FP8
+    "products": (is_choice, '{"of": a device, "algorithms": {product: whole numbers}}')}
 
 
-def read_notes(path, table):
-    """The notes in a file, or None if it does not exist. table: the rows of all flags. Raises
-    UserError."""
+def read_notes(path, table, features=()):
+    """The notes in a file, or None if it does not exist. table: all Flags; features: whose state it
+    may have. Raises UserError."""
     def wrong(what):
         return UserError(f"{path}: {what}: restore it, or remove it to go on without")
 
@@ -98,13 +78,14 @@ def read_notes(path, table):
         raise wrong(f"could not be read ({e})") from None
     if not isinstance(notes, dict):
         raise wrong(f"is {json.dumps(notes):.40}; expected the fields {', '.join(FIELDS)}")
+    state = {name: row for feature in features for name, row in feature.state.items()
+             if name in notes}
     fields = [(name, notes.get(name), good(notes.get(name)), wish)
-              for name, (good, wish) in FIELDS.items() if name in notes or name not in OF_FEATURES]
-    for _, long, kind, *_ in table if isinstance(notes.get("flags"), dict) else ():
-        key = long.removeprefix("--").replace("-", "_")
-        value, flag = notes["flags"].get(key), MUST_AGREE.get(key, long)
-        fields.append((f"flags.{key}", value, is_flag(kind, value),
-                       f"a value that {flag} may have"))
+              for name, (good, wish) in (FIELDS | state).items()]
+    for flag in table if isinstance(notes.get("flags"), dict) else ():
+        value = notes["flags"].get(flag.key)
+        fields.append((f"flags.{flag.key}", value, is_flag(flag.kind, value),
+                       f"a value that {flag.short if flag.must_agree else flag.name} may have"))
     for name, value, good, wish in fields:
         if not good:
             there = name in notes or "." in name

@@ -7,7 +7,7 @@ import os
 import numpy as np
 
 from dev.common.bf16 import joined
-from dev.features.file_kinds import read_header
+from dev.features.file_kinds import checked_header
 from dev.features.ranks.ranks import cut
 from dev.features.replay import bad_place
 from prepro_tinyshakespeare import UserError, make_header
@@ -88,7 +88,7 @@ class State:
     """A state file of a model of config c. Raises UserError if it is damaged."""
 
     def __init__(self, path, c):
-        self.path, header = path, read_header(path, STATE)
+        self.path, header = path, checked_header(path, STATE)
         self.count, self.rank, self.shuffle, self.step = (header[i] for i in (2, 3, 5, 10))
         self.place, self.next = np.array(header, "<i4").view("<u8")[15:17].tolist()
         self.sets = 2 + header[4]  # m, v, and perhaps the parameters

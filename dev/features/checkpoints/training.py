@@ -1,5 +1,6 @@
 """When a training with -o resumes, logs and saves. run_folder.py does it."""
 from dev.features.checkpoints.checkpoint_files import FILES
+from dev.features.declare import Feature, Flag, trains
 
 
 class Resumed:
@@ -21,7 +22,8 @@ class Kept(Resumed):
 
     def weights(self, model):
         """{name of a file: (views of whole parameters, their type)}, which rank 0 writes into each
-        checkpoint. A feature may add to them if OF_A_RUN knows the names."""
+        checkpoint. A feature may add to them, and declares the first words of their names as
+        saved."""
         return {FILES["model"]: (model.params, model.device.real)}
 
     def make_model(self):
@@ -36,8 +38,6 @@ class Kept(Resumed):
             self.folder.close()
 
     def next_batches(self):
-        if self.flags.overfit:
-            self.train_data.restart()
         position = self.train_data.position()
         batches = super().next_batches()
         batches.position = position
@@ -68,3 +68,21 @@ class Kept(Resumed):
 
     def what_is_left(self):
         return "-y 1 goes on from there"
+
+
+GROUP = "checkpoints and resuming"
+KEPT = Feature(
+    "runs", lambda flags, ranks: flags.output and trains(flags), training=Kept,
+    saved=("model", "state", "run", "DONE"), flags=(
+        Flag("-o", "--output", "name", None, "new folder for main.log and checkpoints; the last "
+             "step is always saved (default: none)", replayed=False, may_differ=True),
+        Flag("-n", "--checkpoint-every", "count or 0", 0, "steps between checkpoints that -y 1 can "
+             "resume; 0: none", GROUP, needs="output", may_differ=True),
+        Flag("-nk", "--checkpoints-kept", "count or 0", 0, "keep the N newest checkpoints; 0: all",
+             GROUP, needs="checkpoint_every", may_differ=True),
+        Flag("-nm", "--checkpoints-major", "count or 0", 0, "also keep those of every M-th step; "
+             "0: none", GROUP, needs="checkpoints_kept", may_differ=True),
+        Flag("-y", "--resume", "switch", 0, "1: resume the run in -o, from its newest complete "
+             "checkpoint or its start", GROUP, needs="output", may_differ=True)))
+RESUMED = Feature("checkpoint", lambda flags, ranks: flags.output and flags.sample is not None
+                  and not flags.dry_run, training=Resumed)

@@ -4,6 +4,8 @@ GELU's output and gradient, and for dlogits; and the next step's scales. Compile
 fp8_output.cuh's Output. fp8.py says when each is used, and why.
 */
 
+namespace fp8 {
+
 // out8 (n) = the twin of inp (n), the same as if the kernel that wrote inp had stored it. Items: n numbers.
 BLOCK(256, W * threads)
 extern "C" __global__ void to_fp8(const real* __restrict__ inp, size_t n, unsigned char* __restrict__ out8,
@@ -277,3 +279,5 @@ extern "C" __global__ void __launch_bounds__(1024, 1) classifier_to_fp8(
     if (room >= 2 * Vp) classify_to_fp8<true>(out8, losses, logits, targets, N, V, Vp);
     else classify_to_fp8<false>(out8, losses, logits, targets, N, V, Vp);
 }
+
+}  // namespace fp8

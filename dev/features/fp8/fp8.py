@@ -39,6 +39,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from dev.features import fused_biases
+from dev.features.declare import Feature, Flag, Pair, numbers
 from dev.features.devices import Cuda, FastCuda, address_of, device_class, one_by_one
 from dev.features.fused_biases import kernels_with_output, output_switches
 from prepro_tinyshakespeare import UserError
@@ -321,15 +322,14 @@ def with_fp8(device):
 
 def fp8_device(name, c, plain=False, graph=True, beside=()):
     """As devices.make_device, for FP8. graph=False: it launches kernels one by one."""
-    check_plain(plain)
+    if plain:
+        raise UserError(WITHOUT_PLAIN)
     kind = device_class(name) if graph else one_by_one(device_class(name))
     return with_fp8(kind)("fp8", c, (*beside, SUMS, SOURCE))
 
 
-def check_plain(plain):
-    if plain:
-        raise UserError("--dtype fp8 --plain 1: FP8 is there for speed alone: expected --plain 0, "
-                        "or --dtype bf16")
+WITHOUT_PLAIN = ("--dtype fp8 --plain 1: FP8 is there for speed alone: expected --plain 0, or "
+                 "--dtype bf16")
 
 
 # ---- The model and the training
@@ -435,14 +435,14 @@ class Fp8Llama:
 
 
 class Fp8Training:
-    """A run of such a model."""
+    """A run of such a model, whose state has the scales."""
 
-    def device_class(self):
-        check_plain(self.flags.plain)
-        return with_fp8(super().device_class())
+    def state(self, model):
+        return super().state(model) | {"scales": model.device.get_scales()}
 
-    def make_device(self, *beside):
-        return super().make_device(*beside, SUMS, SOURCE)
+    def set_state(self, model, notes):
+        super().set_state(model, notes)
+        model.device.restore_scales(notes.get("scales", []))
 
 
 class Fp8Ranked:
@@ -481,12 +481,24 @@ class Fp8Sharded:
             self.ranks.via.after(lambda: self.device.cast_layer(part, last))
 
 
-class Fp8Explained:
-    """The notes of a checkpoint, and of a step to replay, have the scales."""
+def refused(flags):
+    """Why flags do not go together, or ""."""
+    if flags.fp8 not in (None, "layers") and flags.dtype not in (None, "fp8"):
+        return f"--fp8 {flags.fp8} --dtype {flags.dtype}: expected --dtype fp8"
+    return WITHOUT_PLAIN if flags.dtype == "fp8" and flags.plain else ""
 
-    def state(self, model):
-        return super().state(model) | {"scales": model.device.get_scales()}
 
-    def set_state(self, model, notes):
-        super().set_state(model, notes)
-        model.device.restore_scales(notes.get("scales", []))
+FEATURE = Feature(
+    "fp8", lambda flags, ranks: flags.dtype == "fp8", Fp8Model, Fp8Training,
+    lambda flags: Fp8OnCpu if flags.device == "cpu" else Fp8OnGpu, sources=(SUMS, SOURCE), flags=(
+        Flag(None, "--dtype", ("fp32", "tf32", "bf16", "fp8"), None, "tf32: fp32, products in "
+             "TF32; fp8: bf16, the layers' products in FP8 (default: bf16; on a CPU, and a GPU "
+             "before 8.0, fp32)"),
+        Flag(None, "--fp8", ("layers", "head", "all"), None, "for --dtype fp8: layers: products of "
+             "the layers, but no gradients of weights; head: the head's backward products too; "
+             "all: those gradients too (default: all; Llama 3 and --recompute: head; "
+             "--label-smoothing: layers)", "the machine", after="--dtype")),
+    pairs=(Pair("Llama3", Fp8Llama), Pair("ranks", Fp8Ranked), Pair("zero", Fp8Sharded)),
+    refuses=refused,
+    state={"scales": (lambda x: x == [] or isinstance(x, list) and numbers(x, (len(x),)),
+                      "numbers")})

@@ -24,6 +24,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from dev.features.declare import Feature
 from dev.features.devices import address_of
 from dev.features.fp8.fp8 import GRADIENT, INPUT, TILE, padded, transposed
 from train_gpt2 import Row, carve
@@ -133,3 +134,9 @@ class Fp8All:
         scales = [device.scale(*device.tensor(kind, weight)) for kind in (GRADIENT, INPUT)]
         device.matmul(dweight, dout, inp.T, accumulate=self.micro > 0, scales=scales,
                       promote=dout.shape[1] >= LONG_SUM)
+
+
+FEATURE = Feature(
+    "fp8 all", lambda flags, ranks: flags.dtype == "fp8" and flags.fp8 == "all", Fp8All,
+    excludes={other: "--fp8 all: is for GPT-2 without --recompute: expected --fp8 head"
+              for other in ("Llama3", "recompute 1", "recompute 2")})

@@ -21,6 +21,7 @@ dlnf sums over all words, and dwte over thousands of tokens. A few large terms d
 and beside them Hopper's 14 bits would lose the many small ones: a tenth of dlnf (see
 dev/RESULTS.md). So they are promoted to fp32 on their way.
 """
+from dev.features.declare import Feature
 from dev.features.devices import address_of
 from dev.features.fp8.fp8 import GRADIENT, INPUT, WEIGHT, WHOLE, padded, transposed
 from train_gpt2 import Row, carve, classifier_launch, logit_rows
@@ -92,3 +93,9 @@ class Fp8Head:
                scales=(of_dlogits, of_wte), promote=True)  # (rows,Vp) @ (Vp,C) -> (rows,C)
         matmul(self.dhead, dlogits_transposed, lnf_transposed.T, accumulate=adds,
                scales=(of_dlogits, of_lnf), promote=True)  # (Vp,rows) @ (rows,C) -> (Vp,C)
+
+
+FEATURE = Feature(
+    "fp8 head", lambda flags, ranks: flags.dtype == "fp8" and flags.fp8 != "layers", Fp8Head,
+    excludes={"label smoothing": "--fp8 head or all with --label-smoothing: the classifier for FP8 "
+                                 "has no smoothing: expected --fp8 layers"})

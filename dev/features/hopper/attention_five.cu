@@ -18,6 +18,8 @@
 // A tile of 64 queries costs 2,560 clocks of the tensor cores and 2,944 of shared memory.
 #if HOPPER && HS == 128
 
+namespace attention_five {
+
 #ifndef AT_ONCE
 #define AT_ONCE 16  // heads of keys at a time, so that their tiles and dq stay in L2
 #endif
@@ -399,4 +401,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_backward_five_dq
     store_rows(dqkv, own.queries, own, rows, x);
     dqkv.end();
 }
+
+}  // namespace attention_five
 #endif

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from dev.features.order import capability
+from dev.common import gpus
+from dev.features.declare import Feature, is_fast
 from train_gpt2 import Row, carve, ceil_div
 
 SOURCE = Path(__file__).resolve().with_suffix(".cu")
@@ -69,16 +70,8 @@ class FiveProducts:
         launch_dq(self.device, views, dqkv, self.scale, B, T, c.NH)
 
 
-class FiveProductsTraining:
-    """A run of such a model; its device has attention_five.cu, too, which is for Hopper alone."""
-
-    def chapters(self):
-        c = self.config
-        found = self.device.hopper and c.C // c.NH == HS
-        return [*super().chapters(), *["attention in five products"] * found]
-
-    def make_device(self, *beside):
-        c = self.config
-        fits = (capability() == HOPPER and self.flags.dtype in ("bf16", "fp8")
-                and c.C // c.NH == HS)
-        return super().make_device(*beside, *SOURCES * fits)
+FEATURE = Feature(
+    "five products", lambda flags, ranks: is_fast(flags), FiveProducts, sources=SOURCES,
+    compiled=lambda flags, c: (gpus.capability() == HOPPER and flags.dtype in ("bf16", "fp8")
+                               and c.C // c.NH == HS),
+    chapter="attention in five products")

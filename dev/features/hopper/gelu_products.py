@@ -10,6 +10,8 @@ dev/bench/time_gelu.py checks the kernels and times them beside cuBLASLt.
 """
 from pathlib import Path
 
+from dev.common import gpus
+from dev.features.declare import Feature, is_fast
 from train_gpt2 import BF16, ceil_div
 
 SOURCE = Path(__file__).resolve().with_suffix(".cu")
@@ -60,10 +62,6 @@ class OwnGelu:
     summed = None  # the array whose columns have just been summed
     fused_gelu = True  # whether GELU is part of its product; FastCuda sets it
 
-    def compile(self, sources):
-        self.switches()  # says whether kernels.cu is compiled with -DHOPPER
-        super().compile([*sources, *SOURCES * self.hopper])
-
     def matmul(self, out, a, b, bias=None, accumulate=False, gelu=None, dgelu_at=None):
         self.summed = None
         own = self.hopper and self.fused_gelu and not accumulate
@@ -81,16 +79,6 @@ def with_own_gelu(device):
     return type(device.__name__, (OwnGelu, device), {})
 
 
-class GeluProducts:
-    """Training on such a device."""
-
-    def device_class(self):
-        return with_own_gelu(super().device_class())
-
-    def chapters(self):
-        return [*super().chapters(), *["GELU products"] * self.device.hopper]
-
-
 class SummedProducts:
     """A model on such a device: the product that computed dfch has summed it for its bias."""
 
@@ -103,3 +91,10 @@ class SummedProducts:
         if self.device.summed is not dout:
             return super().bias_backward(dbias, dout)
         return dbias, ceil_div(len(dout), HEIGHT), dout.shape[1]
+
+
+FEATURE = Feature(
+    "gelu products", lambda flags, ranks: is_fast(flags) and flags.dtype == "bf16", SummedProducts,
+    device=OwnGelu, only="GPT2", sources=SOURCES,
+    compiled=lambda flags, c: gpus.capability() == 90 and c.C // c.NH in range(64, 129, 8),
+    chapter="GELU products")

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
+from dev.features.declare import Feature, Flag
 from dev.features.ranks.collectives import Mpi, Nccl
 
 PIECE = 8  # numbers: 16 bytes in bf16, which kernels load together
@@ -198,9 +199,8 @@ class RankedTraining:
         super().announce()
         print(f"ranks        | {self.ranks}")
 
-    def make_device(self, *beside):
-        make = super().make_device
-        return self.ranks.in_turn(lambda: make(*beside))
+    def make_device(self):
+        return self.ranks.in_turn(super().make_device)
 
     def data_paths(self):
         return self.ranks.in_turn(super().data_paths)
@@ -257,26 +257,16 @@ class RankedTraining:
             super().sample()
 
 
-class RanksExplained:
-    """Joins RankedTraining and replay.py's Explained: each rank looks at its own batches, and the
-    first that finds something reports it."""
-    share = ", in rank 0's part of the batch"
-
-    def give_up(self, queued, verdict):
-        self.ranks.exchange(None, "a look at the step")  # from here on it may take longer
-        super().give_up(queued, verdict)
-
-    def explain_outlier(self, queued, scores):
-        self.ranks.exchange(None, "a look at the step")
-        super().explain_outlier(queued, scores)
-
-    def reports(self, queued):
-        return self.ranks.exchange(*super().reports(queued), "a look at the step")
-
-    def said_by(self, speaker):
-        return f"on rank {speaker}, "
-
-    def advice(self, queued, speaker):
-        advice = super().advice(queued, speaker)
-        self.ranks.exchange(None, "its file")  # which the speaker has written by now
-        return advice
+FEATURE = Feature("ranks", lambda flags, ranks: ranks, Ranked, RankedTraining, flags=(
+    Flag("-b", "--batch-size", "count", 4, "B, sequences in a rank's micro-batch"),
+    Flag("-d", "--total-batch", "count", None, "tokens in a step, a multiple of B*T times the "
+         "number of ranks: gradients are accumulated over micro-batches (default: one micro-batch "
+         "per rank)", must_agree=True),
+    Flag("-m", "--val-batches", "count or -1", 20, "at most this many batches of B*T in a "
+         "validation, over all ranks; -1: all", may_differ=True),
+    Flag(None, "--gpus", "count", None, "train on N of this machine's GPUs (default: 1, or the "
+         "ranks that torchrun, srun or mpirun has started)", "several GPUs", restored=False,
+         may_differ=True),
+    Flag(None, "--log-ranks", "switch", 0, "1: each rank except the first appends its output to "
+         "-o/rank_*.txt", "several GPUs", needs="output", restored=False, may_differ=True)),
+    left="ranks_[0-9a-f]{12}.*")

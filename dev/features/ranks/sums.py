@@ -10,6 +10,7 @@ rounding changes it by up to 1/512 of itself. llm.c, too, sends bf16.
 """
 from pathlib import Path
 
+from dev.features.declare import Feature, Flag
 from dev.features.devices import address_of
 from train_gpt2 import BF16
 
@@ -68,8 +69,8 @@ class Bf16Sums:
         self.ranks.via.after(work)
 
 
-class Bf16SumsTraining:
-    """A run of such a model; its device has sums.cu too."""
-
-    def make_device(self, *beside):
-        return super().make_device(*beside, SOURCE)
+FEATURE = Feature(
+    "bf16 sums", lambda flags, ranks: ranks and flags.sums == "bf16", Bf16Sums, sources=(SOURCE,),
+    flags=(
+        Flag(None, "--sums", ("fp32", "bf16"), "fp32", "bf16: ranks send gradients in bf16, half "
+             "of the bytes", "several GPUs", after="--zero"),))

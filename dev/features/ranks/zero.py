@@ -16,6 +16,7 @@ pieces are multiples of 8 numbers, and rank 0 has the rest, the tails, as tensor
 """
 import numpy as np
 
+from dev.features.declare import Feature, Flag
 from dev.features.ranks.ranks import cut, cut_layers
 from train_gpt2 import LOW, Row, carve, kept_as, update_table
 
@@ -162,6 +163,15 @@ class Sharded:
         self.adamw(arenas["param share"], arenas.get("low share"), arenas["grad share"],
                    arenas["adam m"], arenas["adam v"])
 
+    def padding_of_gradients(self):
+        c = self.config
+        for row, _, _, own, tail, rest in self.cut_gradients():
+            pieces = row.size - tail.size  # the numbers of all ranks' pieces
+            for part, start in ((own, pieces // self.count * self.rank), (rest, pieces)):
+                padding = () if part is None else part[max(0, c.V * c.C - start) :]
+                if row.name in c.PADDED and len(padding):
+                    yield padding
+
     def norm_of(self, gradients, n):
         """As GPT2.norm_of, then adam.norm[0] = the norm of all shares' norms."""
         super().norm_of(gradients, n)
@@ -195,3 +205,9 @@ class ShardedTraining:
     def explain_outlier(self, queued, scores):
         self.model.gather()
         super().explain_outlier(queued, scores)
+
+
+FEATURE = Feature(
+    "zero", lambda flags, ranks: ranks and flags.zero, Sharded, ShardedTraining, flags=(
+        Flag("-z", "--zero", "switch", 0, "1: each rank has only a share of AdamW's moments and "
+             "fp32 parameters (ZeRO)", "several GPUs", after="--gpus", may_differ=True),))

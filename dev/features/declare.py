@@ -1,0 +1,87 @@
+"""What a feature says of itself. Its module ends with a Feature, and order.py has all of them in
+the order in which they stack: it makes --help, a run's classes and all other tables from them."""
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+
+def key_of(row):
+    """The name of a row's flag among the attributes of flags."""
+    return row[1].removeprefix("--").replace("-", "_")
+
+
+class Flag(NamedTuple):
+    """A flag: the five fields of a row of train_gpt2.FLAGS, and more. It replaces a row of the same
+    name there."""
+    letter: str
+    name: str
+    kind: object
+    default: object
+    text: str
+    group: str = ""  # its headline in --help; a row that is replaced stays where it is
+    after: str = ""  # the flag that it follows there
+    needs: str = ""  # the flag that it is useless without
+    path: bool = False  # its value names files
+    replayed: bool = True  # whether --replay takes the run's value
+    # With -y 1: whether it takes the run's value if none is given, must have that value, or may
+    # have another without a warning (a function of the flags: whether it may)
+    restored: bool = True
+    must_agree: bool = False
+    may_differ: bool | Callable = False
+
+    key = property(key_of)
+    short = property(lambda self: self.letter or self.name)
+
+
+def always(*args):
+    return True
+
+
+class Pair(NamedTuple):
+    """Classes for two features that must know each other: they go in front of both."""
+    other: str  # the name of the other feature, or of an architecture
+    model: type = None
+    training: type = None
+    device: type = None
+    sources: tuple = ()
+    compiled: Callable = always
+    chapter: str = ""
+
+
+class Feature(NamedTuple):
+    name: str
+    asked: Callable = always  # (flags, ranks) -> whether to use it; ranks is None for one process
+    # Classes without a base, in front of GPT2 and Training of seams.py and of a device of
+    # devices.py. device may be a function of the flags, which returns such a class or None.
+    model: type = None
+    training: type = None
+    device: object = None
+    only: str = ""  # the one architecture that it is for
+    flags: tuple = ()
+    sources: tuple = ()  # CUDA files, which are compiled behind kernels.cu
+    compiled: Callable = always  # (flags, config) -> whether they are
+    chapter: str = ""  # what a run on a GPU calls it, if it is there for speed alone
+    pairs: tuple = ()
+    excludes: dict = {}  # {feature or architecture that it does not go with: why, and what to do}
+    refuses: Callable = lambda flags: ""  # (flags) -> why they do not go together, or ""
+    saved: tuple = ()  # files of a run's folder: ema of ema_00000500.bin
+    left: str = ""  # a regular expression of files that a kill leaves there
+    state: dict = {}  # {field of run_*.json: (whether a value is good, what is expected)}
+
+
+def trains(flags):
+    return flags.sample is None and not flags.dry_run
+
+
+def is_fast(flags):
+    return flags.device == "cuda" and not flags.plain
+
+
+def numbers(values, shape):
+    """Whether values, from JSON, are numbers of this shape."""
+    try:
+        array = np.array(values)
+    except ValueError:  # lists of several lengths
+        return False
+    return array.dtype.kind in "iuf" and array.shape == shape
