@@ -1,7 +1,5 @@
 """The lines that features repeat are still the trainer's.
 
-    python -m dev.tests.test_seams
-
 dev/features/seams.py cuts the trainer's longer methods into parts, dev/features/fused_biases.py has its own
 layer_backward, dev/features/recompute.cu and recompute_llama.cu repeat a kernel each. If a line changes
 in the trainer, it has to change there too.
@@ -19,7 +17,7 @@ import train_gpt2
 from dev.common.config import Config
 from dev.cpu.device import Cpu
 from dev.features import order
-from dev.tests.checks import TINY, check, run_program
+from dev.tests.checks import TINY, check
 from dev.tests.trainings import two_token_files
 
 TOP = Path(__file__).resolve().parents[2]
@@ -71,7 +69,7 @@ def statements(path, *names):
     return found
 
 
-def repeated_lines():
+def test_repeated_lines():
     """Each of a method's lines stands in the file that repeats it, but for those that the table lists."""
     for method, path, others in REPEATED:
         own, there = statements(TRAINER, *method.split(".")), statements(path)
@@ -95,7 +93,7 @@ REPEATED_KERNELS = (
 )
 
 
-def repeated_kernels():
+def test_repeated_kernels():
     """Recompute's kernels differ from the usual ones in the line that reads the stream, and in no other."""
     for path, kernel, path_there, kernel_there in REPEATED_KERNELS:
         own, there = body_of(path, kernel), body_of(path_there, kernel_there)
@@ -103,7 +101,7 @@ def repeated_kernels():
         check(f"{kernel_there} differs in the line that reads", there == expected != own, [*zip(own, there)])
 
 
-def plain_program(folder):
+def test_plain_program(folder):
     """The trainer's own classes, which features replace, train as a run with dev/ does: the same lines and bits."""
     two_token_files(folder)
     flags = ["-e", str(TINY), "-b", "2", "-t", "8", "-d", "32", "-x", "3", "-v", "2", "-m", "1", "-s", "2", "-g", "3",
@@ -128,7 +126,7 @@ def plain_program(folder):
     check("the same weights", weights[0] == weights[1] != Path(TINY).read_bytes())
 
 
-def excerpts():
+def test_excerpts():
     """The README's lines of Python stand in the trainer, word for word and in this order."""
     readme, code = ((TOP / name).read_text(encoding="utf-8") for name in ("README.md", TRAINER))
     blocks = [block.splitlines() for block in re.findall(r"```python\n(.*?)```", readme, re.S)]
@@ -137,7 +135,3 @@ def excerpts():
     for block in blocks:
         start = lines.index(block[0]) if block[0] in lines else 0
         check(f"{block[0][:30]} ...", lines[start : start + len(block)] == block, block)
-
-
-if __name__ == "__main__":
-    run_program((repeated_lines, repeated_kernels, excerpts, plain_program))
