@@ -8,7 +8,8 @@
 It prints a line for each check, and then `N passed, N failed`; the exit status is 1 if any failed.
 The inputs of each kernel, and its formula, are in dev/lab/kernels/; `python -m dev.lab --check`
 checks the slower versions too. The tests of a step (dev/tests/steps.py), of files, of the CPU, of
-the GPU's own features, and of the command line (dev/tests/test_*.py) run as well. On a GPU both the
+the GPU's own features, and of the command line (dev/tests/test_*.py) run as well; `pytest dev` runs
+all tests of dev/. On a GPU both the
 plain and the fast device are tested; they have the same kernels, which are tested once.
 """
 import functools
@@ -32,7 +33,7 @@ from dev.lab.formulas import (attention, cross_entropy, dattention, dcross_entro
                               dlayernorm, gelu, layernorm)
 from dev.lab.kernels.adamw import halves
 from dev.lab.ladder import bf16, config_of, f32, find_ladder, model_of, parse_sizes, stored
-from dev.tests.checks import (EXACT, TINY, check, finite_difference, normal, run, run_tests,
+from dev.tests.checks import (EXACT, TINY, check, finite_difference, normal, run, run_file,
                               summary, words)
 from dev.tests.models import (ATTENTION, FIXTURES, LIMITS, LOWER, check_dump, check_kernels,
                               check_launched, device_of, each_device, each_kind, places_of, poison,
@@ -248,6 +249,7 @@ def forward_pass(device, C, NH):
 
 # ---- The program
 
+OTHERS = "files", "cpu", "gpu", "command_line"  # these files of dev/tests are tested, too
 # All tests of a dtype, on two cores, if no kernel is compiled yet. The rest takes a minute more.
 MINUTES = {"cpu": {"fp32": 1.5, "tf32": 1, "bf16": 2}, "cuda": dict.fromkeys(LIMITS, 2)}
 
@@ -255,8 +257,8 @@ MINUTES = {"cpu": {"fp32": 1.5, "tf32": 1, "bf16": 2}, "cuda": dict.fromkeys(LIM
 def say_how_long(flags):
     """Print about how long all tests take."""
     minutes = 1 + sum(MINUTES[name][dtype] for name, dtype in places_of(flags))
-    print(f"about {minutes:.0f} minutes; in one, python -m dev.tests.run --fast tests the most "
-          "important", flush=True)
+    print(f"about {minutes:.0f} minutes; in one, pytest dev -m fast tests the most important",
+          flush=True)
 
 
 def test_device(device_name, dtype, plain):
@@ -301,8 +303,8 @@ def main():
                 check_steps(name, dtype, plain)
     if once:
         check_launched([*Config.SOURCES, MOMENTS])
-    for module in ("files", "cpu", "gpu", "command_line") if once else ():
-        run_tests(importlib.import_module(f"dev.tests.test_{module}").TESTS, name)
+    for module in OTHERS if once else ():
+        run_file(importlib.import_module(f"dev.tests.test_{module}"), name)
     return summary()
 
 

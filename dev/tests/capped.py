@@ -2,7 +2,7 @@
 
     python -m dev.tests.capped 8.6 test_gpt2 --device cuda --dtype bf16
     python -m dev.tests.capped 8.6 train_gpt2 -x 100
-    python -m dev.tests.capped 8.6 dev.tests.test_fp8 --device cuda
+    python -m dev.tests.capped 8.6 pytest dev/tests/test_fp8.py --device cuda
 
 The host reads the smaller GPU's figures, from dev/common/gpus.py: compute capability, memory, multiprocessors. The
 program's kernels are compiled to PTX for it, as far as the real GPU is newer, and the driver translates that. A launch

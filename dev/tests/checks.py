@@ -1,20 +1,16 @@
-"""The harness of all tests: it counts checks, runs test functions, and checks that bad calls are refused.
+"""What tests check: check(), comparisons with a truth, and that bad calls are refused.
 
-A test is a function. It calls check(), or yields (name, found, expected, limit). Its parameters say what it needs:
-`device_name`, or `folder`, which is a folder of its own.
+pytest runs the tests: see dev/conftest.py. test_gpt2.py uses this without pytest.
 """
-import argparse
 import inspect
 import os
 import re
-import sys
 import tempfile
-import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 
-from dev.features.order import has_gpu
 from dev.lab.bench import BF16_LIMIT, KERNEL_LIMIT
 from dev.lab.ladder import f32, stored
 from prepro_tinyshakespeare import UserError
@@ -27,41 +23,80 @@ TINY = FIXTURES / "gpt2_tiny.bin"  # V = 331, L = 2, NH = 2, C = 64, maxT = 40
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(TOP), os.environ.get("PYTHONPATH"))))
 
 EXACT = 0  # the same bits
-PEERS = "torch", "transformers"  # a test that needs these is skipped where they are not installed
+PACKAGES = re.findall(r"^\w+", (TOP / "dev/requirements.txt").read_text(), re.M)
 counts = {True: 0, False: 0}
+failed = []  # the lines of checks that failed
+silent = False  # pytest prints the lines of a test that fails
+
+
+def fast(test):
+    """Mark a test as one of the most important, which `pytest -m fast` runs."""
+    test.fast = True
+    return test
 
 
 def check(name, ok, detail=""):
     """Count a check, and print its line."""
     counts[bool(ok)] += 1
-    print(f"{'OK  ' if ok else 'FAIL'} {name:64} {detail}", flush=True)
+    line = f"{'OK  ' if ok else 'FAIL'} {name:64} {detail}"
+    if not ok:
+        failed.append(line)
+    if not silent:
+        print(line, flush=True)
+
+
+def seed():
+    """Each test draws the same random numbers, whatever ran before."""
+    global rng
+    rng = np.random.default_rng(1337)
+
+
+def compare(name, rows):
+    """Check what a test yields: (tensor, found, expected, limit). The default limit is that of a kernel."""
+    for tensor, found, expected, *limit in rows or ():
+        found = np.asarray(found)
+        [limit] = limit or [BF16_LIMIT if found.dtype == BF16 else KERNEL_LIMIT]
+        if limit == EXACT:
+            bits = f"u{found.itemsize}"
+            differ = np.count_nonzero(found.view(bits) != stored(np.asarray(expected), found.dtype).view(bits))
+            check(f"{name} {tensor}", differ == 0, f"{differ} of {found.size} differ" if differ else "same bits")
+        else:
+            assert found.shape == np.shape(expected), f"{tensor} {found.shape}, expected {np.shape(expected)}"
+            error = np.linalg.norm(to_float(found) - np.float64(expected)) / (np.linalg.norm(expected) or 1)
+            check(f"{name} {tensor}", error <= limit, f"{error:.1e} {'<=' if error <= limit else '> '} {limit:.1e}")
 
 
 def run(name, test, *args):
-    """Run a test, which calls check() or yields (tensor, found, expected, limit); the default limit is that of a
-    kernel. It draws the same random numbers whatever ran before. An exception counts as a failed check."""
-    global rng
-    rng, begun = np.random.default_rng(1337), time.monotonic()
+    """Run a test, or a part of one. An exception counts as a failed check."""
+    seed()
     try:
-        for tensor, found, expected, *limit in test(*args) or ():
-            found = np.asarray(found)
-            [limit] = limit or [BF16_LIMIT if found.dtype == BF16 else KERNEL_LIMIT]
-            if limit == EXACT:
-                bits = f"u{found.itemsize}"
-                differ = np.count_nonzero(found.view(bits) != stored(np.asarray(expected), found.dtype).view(bits))
-                check(f"{name} {tensor}", differ == 0, f"{differ} of {found.size} differ" if differ else "same bits")
-            else:
-                assert found.shape == np.shape(expected), f"{tensor} {found.shape}, expected {np.shape(expected)}"
-                error = np.linalg.norm(to_float(found) - np.float64(expected)) / (np.linalg.norm(expected) or 1)
-                check(f"{name} {tensor}", error <= limit, f"{error:.1e} {'<=' if error <= limit else '> '} {limit:.1e}")
-    except ModuleNotFoundError as e:
-        if e.name not in PEERS:
-            check(name, False, e)
-        print(f"skipped: {name} needs {e.name}, which is not installed")
+        compare(name, test(*args))
     except Exception as e:
         check(name, False, f"{type(e).__name__}: {e}")
-    if time.monotonic() - begun > 1:
-        print(f"took {time.monotonic() - begun:.1f} s: {name}")
+
+
+def run_file(module, device_name):
+    """Run a file's tests without pytest. Each gets what its parameters name: device_name; folder, one of its own."""
+    here = os.getcwd()
+    for name, test in [*vars(module).items()]:
+        if name.startswith("test_"):
+            with tempfile.TemporaryDirectory() as folder:
+                values = {"device_name": device_name, "folder": Path(folder).resolve()}
+                run(title(name), lambda test=test, values=values: test(
+                    *(values[name] for name in inspect.signature(test).parameters)))
+                os.chdir(here)
+
+
+def missing(error):
+    """The package of dev/requirements.txt whose absence led to an error, or None."""
+    while error and not (isinstance(error, ImportError) and error.name in PACKAGES and not find_spec(error.name)):
+        error = error.__cause__ or error.__context__
+    return error and error.name
+
+
+def title(name):
+    """How the lines of a test begin."""
+    return name.removeprefix("test_").replace("_", " ") + ":"
 
 
 def normal(*shape):
@@ -110,39 +145,3 @@ def header_refusal(found, *kinds):
     """The message (a regular expression) about a file whose first two numbers fit none of these kinds."""
     wishes = (re.escape(f"[{kind.magic}, {' or '.join(map(str, kind.versions))}]") for kind in kinds)
     return f"begins with {re.escape(str([*found]))}; expected .*{'.*'.join(wishes)}.*: {kinds[0].remedy}"
-
-
-# ---- A test file as a program
-
-
-def run_tests(tests, device_name="cpu", prepare=None, **given):
-    """Run tests. Each gets those of these that its parameters name: device_name; folder, a folder of its own, which
-    prepare(folder) fills; and the given ones."""
-    def prepared(test, values):
-        if prepare:
-            prepare(values["folder"])
-        yield from test(**{name: values[name] for name in inspect.signature(test).parameters if name in values}) or ()
-
-    here = os.getcwd()
-    for test in tests:
-        with tempfile.TemporaryDirectory() as folder:
-            values = {"device_name": device_name, "folder": Path(folder).resolve()} | given
-            run(test.__name__.replace("_", " ") + ":", prepared, test, values)
-            os.chdir(here)
-
-
-def run_program(tests, prepare=None, fits=None, **numbers):
-    """The main program of a test file. It runs on each device that fits. numbers: more flags, with their defaults.
-    Exits with 1 if a check failed."""
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="only this one (default: the CPU, and a GPU if any)")
-    parser.add_argument("--only", choices=[test.__name__ for test in tests], metavar="TEST", help="only this test")
-    for name, default in numbers.items():
-        parser.add_argument(f"--{name}", type=int, default=default, help="(default: %(default)s)")
-    flags = parser.parse_args()
-    given = {name: getattr(flags, name) for name in numbers}
-    names = [flags.device] if flags.device else ["cpu", *["cuda"] * has_gpu()]
-    for place, name in enumerate(name for name in names if not fits or fits(name)):
-        run_tests([test for test in tests if flags.only in (None, test.__name__)
-                   and (not place or "device_name" in inspect.signature(test).parameters)], name, prepare, **given)
-    sys.exit(summary())

@@ -74,6 +74,7 @@ def a_hub():
             "HF_ENDPOINT": address, "HF_HOME": cache, "HF_TOKEN": "", "HF_HUB_OFFLINE": "0", "no_proxy": "127.0.0.1",
             "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}), mock.patch.multiple(
             "huggingface_hub.constants", ENDPOINT=address, HF_HUB_OFFLINE=False, HF_HUB_CACHE=f"{cache}/hub",
+            HUGGINGFACE_CO_URL_TEMPLATE=address + "/{repo_id}/resolve/{revision}/{filename}",
             HF_HUB_DISABLE_PROGRESS_BARS=True):
         yield Path(cache)
     server.shutdown()

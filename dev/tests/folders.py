@@ -2,7 +2,6 @@
 import json
 
 import numpy as np
-import safetensors
 
 from train_gpt2 import BF16
 
@@ -11,6 +10,7 @@ LIBRARY = {BF16: "bfloat16", np.float32: "float32", np.float16: "float16"}  # th
 
 def write_folder(folder, tensors, config, files=1):
     """Write a folder as transformers saves it, with the safetensors library. The tensors are dealt out to the files."""
+    import safetensors
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     names = ["model.safetensors"] if files == 1 else [f"model-{i + 1}-of-{files}.safetensors" for i in range(files)]
@@ -25,6 +25,7 @@ def write_folder(folder, tensors, config, files=1):
 
 def read_folder(folder):
     """{name: (type, shape, bytes)} of a folder, read with the safetensors library."""
+    import safetensors
     return {name: (of["dtype"], tuple(of["shape"]), bytes(of["data"])) for path in folder.glob("*.safetensors")
             for name, of in safetensors.deserialize(path.read_bytes())}
 

@@ -28,6 +28,7 @@ from dev.features.seams import GPT2, Training
 from dev.lab.bench import BF16_LIMIT, Bench, noting, orders
 from dev.lab.formulas import heads, transposed
 from dev.lab.ladder import config_of, describe_choice, find_ladder, launched_by, model_of, parse_sizes
+from dev.llama3.train_llama3 import Llama3
 from dev.tests.checks import check, run
 from prepro_tinyshakespeare import UserError, replace_file
 from train_gpt2 import (HEADER_BYTES, HERE, FileKind, Row, carve, check_size, offsets,
@@ -145,7 +146,7 @@ def poison(model, *arenas):
 
 
 # The sizes of the model that tests of steps use. C and NH are the fixture's, so that they share a compiled library
-SMALL_MODEL = {GPT2: dict(V=257, L=2, NH=2, C=64, Vp=384)}
+SMALL_MODEL = {GPT2: dict(V=257, L=2, NH=2, C=64, Vp=384), Llama3: dict(V=257, L=2, NH=2, C=64, NKV=1)}
 
 
 def write_checkpoint(path, model):
@@ -189,7 +190,9 @@ LOWER = np.uint32([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])  # around half a unit 
 # ---- The whole model against a dump
 
 DEBUG_STATE = {GPT2.Config: FileKind("debug state", 20240327, (2,),
-                                     "llm.c's train_gpt2.py or dev/bench/torch_reference.py writes one")}
+                                     "llm.c's train_gpt2.py or dev/bench/torch_reference.py writes one"),
+               Llama3.Config: FileKind("Llama 3 debug state", 20240803, (3,),
+                                       "dev/bench/torch_reference.py writes one")}
 
 
 HYPERPARAMETERS = ("learning_rate", "beta1", "beta2", "eps", "weight_decay")

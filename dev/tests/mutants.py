@@ -129,7 +129,7 @@ class Copy:
     def __init__(self, folder):
         self.top = Path(folder)
         shutil.copytree(TOP / "dev", self.top / "dev", ignore=shutil.ignore_patterns("__pycache__"))
-        for path in (*TOP.glob("*.py"), TOP / KERNELS):
+        for path in (*TOP.glob("*.py"), TOP / "pyproject.toml", TOP / KERNELS):
             shutil.copy(path, self.top)
 
     def check(self, kernel, dtype, file, flag="", kind="", seconds=600):
@@ -147,7 +147,7 @@ class Copy:
         test = "test_fp8" if dtype == "fp8" else "test_ranks" if file == SUMS else (
             "test_fused_biases" if kernel in FUSED_TESTS else None)
         if test:
-            command = [sys.executable, "-m", f"dev.tests.{test}", "--device", "cpu", "--only", kernel]
+            command = [sys.executable, "-m", "pytest", f"dev/tests/{test}.py::test_{kernel}", "--device", "cpu"]
         try:
             done = subprocess.run(command, env=environment, cwd=self.top, capture_output=True, text=True,
                                   timeout=seconds)

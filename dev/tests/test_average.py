@@ -1,7 +1,4 @@
-"""Test --ema against the recurrence in NumPy, and runs that save the average and resume with it. On the CPU only.
-
-    python -m dev.tests.test_average
-"""
+"""Test --ema against the recurrence in NumPy, and runs that save the average and resume with it. On the CPU only."""
 import contextlib
 import tempfile
 from pathlib import Path
@@ -17,9 +14,9 @@ from dev.features.ema import SOURCE
 from dev.features.order import FLAGS as FEATURE_FLAGS, attach
 from dev.features.outliers import SOURCE as OUTLIERS
 from dev.features.seams import GPT2, Training
-from dev.tests.checks import EXACT, check, run_program
+from dev.tests.checks import EXACT, check
 from dev.tests.models import FIXTURES, model_class
-from dev.tests.trainings import call
+from dev.tests.trainings import call, check_resumed
 from prepro_tinyshakespeare import UserError, write_tokens
 from train_gpt2 import pack_batch
 
@@ -87,7 +84,7 @@ def names(output):
 
 
 def runs(dtype, *more):
-    """4 steps leave the same bytes as 2 and then 2 more; old averages are removed with their
+    """A run that stops and resumes leaves the same bytes; old averages are removed with their
     checkpoints."""
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
@@ -95,16 +92,15 @@ def runs(dtype, *more):
             for part, count in (("train", 333), ("val", 100)):
                 tokens = np.random.default_rng(count).integers(257, size=count)
                 write_tokens(folder / f"{part}.bin", tokens.astype(np.int32))
-        whole, parts, plain = (folder / name for name in ("whole", "parts", "plain"))
+        whole, plain = folder / "whole", folder / "plain"
         flags = ("-e", TINY, "-i", folder / "train.bin", "-j", folder / "val.bin", "-b", 2, "-t", 8,
                  "-v", 0, "-s", 0, "-l", 1e-2, "--dtype", dtype, "-n", 2, *more)
         text = train(whole, *flags, "-x", 4, "--ema", 0.75)
         check("the arena is in the tables", "\naverage      | " in text)
-        train(parts, *flags, "-x", 2, "--ema", 0.75)
-        train(parts, "-y", 1, "-x", 4, "-v", 0, "-s", 0)  # --ema keeps its value
-        for name in ("ema_00000004.bin", "model_00000004.bin", "state_00000004_00000.bin"):
-            same = (whole / name).read_bytes() == (parts / name).read_bytes()
-            check(f"{dtype}: 4 steps and 2 + 2: {name}", same)
+        parts, _ = check_resumed(dtype, whole, lambda copy: train(
+            copy, "-y", 1, "-v", 0, "-s", 0), 4)  # --ema keeps its value
+        same = (whole / "ema_00000004.bin").read_bytes() == (parts / "ema_00000004.bin").read_bytes()
+        check(f"{dtype}: 4 steps and 2 + 2: the average", same)
         model, ema = (whole / f"{name}_00000004.bin" for name in ("model", "ema"))
         check("ema: another file", ema.read_bytes() != model.read_bytes())
         check("ema: a checkpoint", Config.from_file(ema) == Config.from_file(model))
@@ -140,7 +136,7 @@ def runs(dtype, *more):
             check("no -n: at the end", names(folder / "alone") == left, names(folder / "alone"))
 
 
-def refused():
+def test_refused():
     """--ema with ZeRO is refused on several ranks."""
     flags = parse_flags("", FEATURE_FLAGS, ["--ema", "0.9", "-z", "1"])
     attach(flags, Training, GPT2)  # one process has no shares, and is not refused
@@ -152,17 +148,13 @@ def refused():
         check("--zero 1 is refused", False)
 
 
-def all_recurrences():
+def test_all_recurrences():
     for dtype in ("fp32", "bf16"):
         for decay in (0, 0.6, 0.999):
             for name, *rest in recurrence(dtype, decay):
                 yield f"{dtype}, D = {decay}: {name}", *rest
 
 
-def all_runs():
+def test_all_runs():
     runs("fp32")
     runs("bf16")
-
-
-if __name__ == "__main__":
-    run_program((all_recurrences, all_runs, refused))

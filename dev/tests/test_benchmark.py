@@ -1,7 +1,5 @@
 """Test dev/bench/benchmark.py without a GPU: its tables from made-up measurements against figures worked out
 by hand, the order of its jobs, and the work that it counts in a step on the CPU.
-
-    python -m dev.tests.test_benchmark
 """
 import contextlib
 import io
@@ -16,7 +14,7 @@ from dev.bench.step_by_kernel import Recording, by_label, read_table, recorded_s
 from dev.common.config import Config
 from dev.cpu.device import Cpu
 from dev.features.seams import GPT2
-from dev.tests.checks import EXACT, check, check_refusal, run_program
+from dev.tests.checks import EXACT, check, check_refusal, fast
 from dev.tests.models import FIXTURES
 from train_gpt2 import pack_batch
 
@@ -57,7 +55,8 @@ def same_text(name, found, wish):
     check(name, found == wish, differ)
 
 
-def tables():
+@fast
+def test_tables():
     """Each table, character by character: ratios, shares of ceilings, and dashes for what is missing."""
     rows = [BOTH, ONE, NONE, FAILED]
     same_text("steps", step_table(rows, OURS, TORCH, LLMC, CEILINGS), BY_HAND)
@@ -82,7 +81,8 @@ def tables():
     check_refusal("a chart of that", "has no table of kernels", read_table, text)
 
 
-def jobs(folder):
+@fast
+def test_jobs(folder):
     """The most important rows come first, each with its peers, and then the rest. A job that fails or
     takes too long costs only its own line. The new report replaces the old one."""
     done = []
@@ -122,7 +122,7 @@ def jobs(folder):
         check_refusal("markers", "RESULTS.md: expected <!-- benchmark: begin -->", benchmark.main, [])
 
 
-def float8(folder):
+def test_float8(folder):
     """torchao's recipes stand beside PyTorch in bf16 and ours, and one that fails says why."""
     done = []
 
@@ -148,7 +148,8 @@ def float8(folder):
                       benchmark.main, ["--float8", "both"])
 
 
-def llmc(folder):
+@fast
+def test_llmc(folder):
     """llm.c's median comes from its script, and its memory from its log."""
     (folder / "run.sh").write_text('echo "device memory usage: 2048 MiB / 9 MiB" > log\n'
                                    'echo "llm.c $2 $3 $4 $5 $6 $7: 12.34 ms"\n')
@@ -159,7 +160,7 @@ def llmc(folder):
     check_refusal("no script", "has no run.sh", peers.llmc_step, BOTH, "t", folder / "absent")
 
 
-def work_of_a_step():
+def test_work_of_a_step():
     """FLOPs and bytes of a step of the fixture's model, against formulas."""
     c, (B, T) = Config.from_file(FIXTURES / "gpt2_tiny.bin"), (2, 16)
     model = GPT2(c, type("Cpu", (Recording, Cpu), {})("fp32", c), B, T)
@@ -182,7 +183,3 @@ def work_of_a_step():
     check("a launch for each layer", table["attention_forward"]["launches"] == c.L)
     kernel = by_label([("a", "B", 5), ("b", "B", 1), ("a", "B", 7)], [1.0, 9.0, 3.0])[1]
     check("launches of a label", kernel == dict(label="a", unit="B", launches=2, ms=4.0, us=2000.0, work=12), kernel)
-
-
-if __name__ == "__main__":
-    run_program((tables, jobs, float8, llmc, work_of_a_step))

@@ -1,7 +1,5 @@
 """Budgets: how large the top-level files may be, what they may import, and how their Python is written.
 
-    python -m dev.tests.test_budgets
-
 A feature does not raise a budget: it belongs under dev/. If a figure is far below its budget, there is room for
 something that a reader needs.
 """
@@ -12,7 +10,7 @@ import tempfile
 from itertools import pairwise
 from pathlib import Path
 
-from dev.tests.checks import EXACT, check, run_program
+from dev.tests.checks import EXACT, check, fast
 
 TOP = Path(__file__).resolve().parents[2]
 FEATURE = re.compile("fp8|zero.?1|recompute|replay|hellaswag|nvtx|llama|tensor.?map|smoothing|checkpoint.every", re.I)
@@ -201,7 +199,8 @@ def figures(top):
     return found
 
 
-def budgets():
+@fast
+def test_budgets():
     """Every figure is within its budget."""
     found = figures(TOP)
     check("a figure for each budget", found.keys() == BUDGETS.keys(), found.keys() ^ BUDGETS.keys())
@@ -238,7 +237,8 @@ a, b, c = (lambda x, y=1: x), 2 * 3, [a for a, b in f(x)]
 """
 
 
-def counting():
+@fast
+def test_counting():
     """The figures of a small tree, which were counted by hand, and the habits in a few lines."""
     with tempfile.TemporaryDirectory() as folder:
         for name, text in FILES.items():
@@ -254,7 +254,3 @@ def counting():
         yield name, found[name], wish, EXACT
     lines = [line for line, _ in habits(HABITS)]
     check("habits", sorted(lines) == [2, 3, 4, 5, 6, 7, 7, 9, 10], lines)
-
-
-if __name__ == "__main__":
-    run_program((counting, budgets))

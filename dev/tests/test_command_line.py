@@ -1,45 +1,62 @@
-"""Test train_gpt2.py as a program: what it refuses, that two runs give the same bits, and that it needs no dev/.
-
-    python -m dev.tests.test_command_line
-"""
+"""Test train_gpt2.py as a program: what it refuses, that two runs give the same bits, and that it needs no dev/."""
 import os
 import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 from dev.common.config import Config, read_parameters
 from dev.features.order import has_gpu
-from dev.tests.checks import TINY, TOP, check, numbers_of, run_program
+from dev.tests.checks import TINY, TOP, check, fast, numbers_of
 from dev.tests.models import dtypes_of
 from dev.tests.trainings import LLAMA, call, two_token_files
 
 
-def command_line(device_name, folder):
-    """train_gpt2.py reports a mistake in one line, and two runs give the same bits."""
+TINY_RUN = "-e", TINY, "-i", "tokens.bin", "-j", "tokens.bin", "-b", 2, "-t", 8, "-x", 3, "-s", 0
+
+
+@fast
+def test_refusals(device_name, folder):
+    """A mistake is reported in one line: a flag, a value, flags that exclude each other, files, sizes, a folder, a
+    loss."""
     two_token_files(folder)
     os.chdir(folder)
-    tiny = ("-e", TINY, "-i", "tokens.bin", "-j", "tokens.bin", "-b", "2", "-t", "8", "-x", "3", "-s", "0")
+    Path("noise.bin").write_bytes(bytes(2000))
+    tiny = *TINY_RUN, "--dtype", "fp32"
+    status, _, error = call("--device", device_name, *tiny, "-o", "out", "-n", 3)
+    check("what is not refused", status == 0 and not error, error)
+    for wish, *flags in [("--batch-size.* 0: ", "-b", 0), ("--nonsense", "--nonsense"), ("1.5", "-t", 1.5),
+                         ("nonsense", "-e", "nonsense"), ("short.bin", *tiny, "-i", "short.bin"),
+                         ("absent.bin", *tiny, "-j", "absent.bin"), ("noise.bin", *tiny, "-i", "noise.bin"),
+                         ("noise.bin", *tiny, "-e", "noise.bin"), ("maxT = 40", *tiny, "-t", 41),
+                         ("--clip.* -0.5: ", "--clip", -0.5), ("--clip.* nan: ", "--clip", "nan"),
+                         ("-d 24: expected a multiple of .*B.T = 16", *tiny, "-d", 24),
+                         ("--recompute.* 3: ", "--recompute", 3), ("--plain.* 2: ", "--plain", 2),
+                         ("--moments.*'fp16'", "--moments", "fp16"),
+                         ("--top-k: expected --sample too", *tiny, "--top-k", 3),
+                         ("--dtype fp8 --plain 1: ", *tiny, "--dtype", "fp8", "--plain", 1),
+                         *[("--nvtx 1: .*expected --device cuda", *tiny, "--nvtx", 1)] * (device_name == "cpu"),
+                         ("holds an earlier run", *tiny, "-o", "out"),
+                         ("-x 1: expected 3 or more", *tiny, "-o", "out", "-y", 1, "-x", 1),
+                         ("the loss of step 2 is", *tiny, "-l", "1e30"),
+                         *([] if has_gpu() else [("--device cpu", "--device", "cuda")])]:
+        status, _, error = call("--device", device_name, *flags)
+        ok = status == 1 and re.fullmatch(f"error: .*{wish}.*\n", error)
+        check(f"refused: {wish}", ok, "" if ok else f"{status}, {error!r}")
+
+
+def test_command_line(device_name, folder):
+    """Two runs of train_gpt2.py give the same bits, and other ways of computing nearly the same."""
+    two_token_files(folder)
+    os.chdir(folder)
     trained = [(dtype, f"{dtype}_{again}") for dtype in dtypes_of(device_name)[::2] for again in (1, 2)]
     others = [(name, "--dtype", "fp32", *flags) for name, *flags in (
-        ("plain", "--plain", "1"), ("no_graph", "--graph", "0"), ("recompute", "--recompute", "1"),
-        ("recompute_2", "--recompute", "2"), ("moments", "--moments", "bf16"))]
-    for wish, *flags in [("--batch-size.* 0: ", "-b", "0"), ("--nonsense", "--nonsense"), ("1.5", "-t", "1.5"),
-                         ("nonsense", "-e", "nonsense"), ("short.bin", *tiny, "-i", "short.bin"),
-                         ("absent.bin", *tiny, "-j", "absent.bin"), ("maxT = 40", *tiny, "-t", "41"),
-                         ("--clip.* -0.5: ", "--clip", "-0.5"), ("--clip.* nan: ", "--clip", "nan"),
-                         ("-d 24: expected a multiple of .*B.T = 16", *tiny, "-d", "24"),
-                         ("--recompute.* 3: ", "--recompute", "3"), ("--plain.* 2: ", "--plain", "2"),
-                         ("--moments.*'fp16'", "--moments", "fp16"),
-                         *[("--nvtx 1: .*expected --device cuda", *tiny, "--nvtx", "1")] * (device_name == "cpu"),
-                         ("the loss of step 2 is", *tiny, "-l", "1e30", "--dtype", "fp32"),
-                         *([] if has_gpu() else [("--device cpu", "--device", "cuda")]),
-                         *((None, *tiny, *flags, "-o", name) for name, *flags in others),
-                         *((None, *tiny, "--dtype", dtype, "-o", name) for dtype, name in trained)]:
-        status, _, error = call("--device", device_name, *flags)
-        ok = status == (wish is not None) and re.fullmatch(f"error: .*{wish}.*\n" if wish else "", error)
-        name = wish or "three steps " + " ".join(map(str, flags[len(tiny) :]))
-        check(f"train_gpt2.py: {name}", ok, "" if ok else f"{status}, {error!r}")
+        ("plain", "--plain", 1), ("no_graph", "--graph", 0), ("recompute", "--recompute", 1),
+        ("recompute_2", "--recompute", 2), ("moments", "--moments", "bf16"))]
+    for name, *flags in [*others, *((name, "--dtype", dtype) for dtype, name in trained)]:
+        status, _, error = call("--device", device_name, *TINY_RUN, *flags, "-o", name)
+        check(f"train_gpt2.py: three steps {name}", status == 0 and not error, error)
 
     def result(name):
         return folder / name / "model_00000003.bin"
@@ -58,7 +75,8 @@ def command_line(device_name, folder):
     check("train_gpt2.py: its log", ok, "" if ok else repr(lines))
 
 
-def top_level_files(device_name, folder):
+@fast
+def test_top_level_files(device_name, folder):
     """The top-level files alone train on a GPU, with the bits of the whole program; without a GPU they say so."""
     two_token_files(folder)
     alone = folder / "alone"
@@ -88,7 +106,7 @@ def top_level_files(device_name, folder):
     check("train_gpt2.py: without features, their flags are none", ok, "" if ok else done.stderr)
 
 
-def models_by_name(device_name, folder):
+def test_models_by_name(device_name, folder):
     """A folder is no checkpoint, whatever its name. What -e names and the converter takes gets the converter's command.
     A T beyond the model's positions is refused before anything else."""
     two_token_files(folder)
@@ -128,9 +146,3 @@ def models_by_name(device_name, folder):
         check(f"refused: {' '.join(map(str, flags))}", ok, "" if ok else text[-300:] + error)
     status, text, error = call(*train, "-e", "llama3:d1", "-t", 90, "-x", 0, program=LLAMA)
     check("a Llama has any T", status == 0, error)
-
-
-TESTS = (command_line, top_level_files, models_by_name)
-
-if __name__ == "__main__":
-    run_program(TESTS)

@@ -1,7 +1,5 @@
 """Test dev/tools/convert.py on GPT-2: folders that transformers and others wrote, and a hub on this machine.
 
-    python -m dev.tests.test_convert    # where transformers is installed, it loads what is written
-
 dev/tests/test_convert_llama3.py tests it on Llama 3, dev/tests/test_hf_tokenizer.py the tokenizer of
 a folder. This needs safetensors and huggingface_hub.
 """
@@ -16,7 +14,7 @@ from dev.common.bf16 import to_bf16
 from dev.common.config import Config, read_parameters
 from dev.features.seams import GPT2
 from dev.llama3.train_llama3 import Config3
-from dev.tests.checks import TINY, check, check_refusal, header_refusal, run_program
+from dev.tests.checks import TINY, check, check_refusal, fast, header_refusal
 from dev.tests.fake_hub import a_hub, downloaded, hub_set, serve
 from dev.tests.folders import LIBRARY, read_folder, write_folder
 from dev.tests.models import FIXTURES, LIMITS, device_of
@@ -68,7 +66,7 @@ def quietly(function, *args):
     return result, said.getvalue()
 
 
-def fixture(folder):
+def test_fixture(folder):
     """A folder that transformers wrote: its tensors, the logits that transformers computed, and the same folder again.
     """
     path, target = folder / "gpt2.bin", folder / "back"
@@ -98,7 +96,8 @@ def fixture(folder):
           and not list(target.glob("*token*")), said.strip())
 
 
-def round_trips(folder):
+@fast
+def test_round_trips(folder):
     """A folder becomes a checkpoint, and that the same folder: of one file or several, with and without the prefix of
     names, with a head, and with old buffers, which are left out."""
     buffers = {f"h.{l}.attn.{name}": array for l in range(L) for name, array in (
@@ -145,7 +144,8 @@ def round_trips(folder):
     check("gpt2_tiny: the same again", (folder / "again.bin").read_bytes() == TINY.read_bytes())
 
 
-def other_types(folder):
+@fast
+def test_other_types(folder):
     """Numbers are rounded to bf16 if asked for; fp32 keeps them as they are."""
     for i, (stored, asked, made) in enumerate(((np.float32, "bf16", BF16), (BF16, "fp32", np.float32),
                                                (np.float16, None, np.float32))):
@@ -168,7 +168,8 @@ def other_types(folder):
     check("bfloat16 to float32, as a folder", found == ("F32", (C, C), rounded.tobytes()))
 
 
-def one_file(folder):
+@fast
+def test_one_file(folder):
     """A single file: its sizes come from its tensors, NH from heads of 64 channels, unless a config.json is there."""
     wish, path = expected_checkpoint(random_tensors(np.float32), np.float32), folder / "one.bin"
     for prefix in ("", "transformer."):
@@ -195,7 +196,8 @@ def one_file(folder):
         check_refusal("one file", wish, convert.folder_to_checkpoint, str(folder / name / "model.safetensors"), path)
 
 
-def configs(folder):
+@fast
+def test_configs(folder):
     """What config.json may say."""
     for change, field, wish in (({}, "maxT", maxT), ({"n_positions": None}, "maxT", 1024), ({}, "NH", NH),
                                 ({"vocab_size": 50257}, "Vp", 50304), ({"vocab_size": 128}, "Vp", 128),
@@ -212,7 +214,8 @@ def configs(folder):
 # ---- Refusals
 
 
-def refusals(folder):
+@fast
+def test_refusals(folder):
     """Each in one line that says what is wrong, and nothing is written."""
     qkv, target = "h.1.attn.c_attn.weight", folder / "target.bin"
     target.write_bytes(b"an older file")
@@ -319,7 +322,8 @@ def refusals(folder):
         check_refusal("convert.py", wish, convert.main, list(flags))
 
 
-def replaced_files(folder):
+@fast
+def test_replaced_files(folder):
     """Files of a folder are replaced whole: where the disk is full, an older one stays."""
     target = folder / "target"
     target.mkdir()
@@ -338,7 +342,7 @@ def replaced_files(folder):
 # ---- The hub
 
 
-def hub(folder):
+def test_hub(folder):
     """A model by its name: from the hub, from the cache, and what is said if the hub fails. dev/tests/test_hub.py has
     what else can go wrong there."""
     for count in (1, 3):
@@ -378,7 +382,7 @@ def hub(folder):
 # ---- With transformers
 
 
-def transformers_loads(folder):
+def test_transformers_loads(folder):
     """transformers loads a converted checkpoint, and computes its own logits again and those of a dump."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -406,8 +410,3 @@ def transformers_loads(folder):
     model.save_pretrained(folder / "saved", max_shard_size="200KB")
     convert.folder_to_checkpoint(str(folder / "saved"), folder / "again.bin")
     check("saved by transformers", (folder / "again.bin").read_bytes() == TINY.read_bytes())
-
-
-if __name__ == "__main__":
-    run_program((fixture, round_trips, other_types, one_file, configs, refusals, replaced_files, hub,
-                 transformers_loads))

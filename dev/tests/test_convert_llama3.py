@@ -1,7 +1,4 @@
 """Test dev/tools/convert.py: folders that the safetensors library writes, and checkpoints that are put together here.
-
-    python -m dev.tests.test_convert_llama3
-    python -m dev.tests.test_convert_llama3 --transformers    # transformers computes the fixtures' logits
 """
 import json
 import sys
@@ -12,7 +9,7 @@ import numpy as np
 from dev.common.bf16 import to_bf16
 from dev.common.config import Config
 from dev.llama3.train_llama3 import Config3
-from dev.tests.checks import EXACT, check, check_refusal, header_refusal, run_program
+from dev.tests.checks import EXACT, check, check_refusal, fast, header_refusal
 from dev.tests.folders import LIBRARY, read_folder, write_folder
 from dev.tests.models import FIXTURES
 from dev.tools import convert, hf_config
@@ -66,7 +63,8 @@ def expected_checkpoint(tensors, dtype, scaled=1, tied=False, multiple_of=16, mu
         *layers("mlp.down_proj"), *zeros(C), tensors["model.norm.weight"], np.zeros(C, dtype)))
 
 
-def round_trips(folder):
+@fast
+def test_round_trips(folder):
     """A folder becomes the checkpoint that it should, and that becomes the same folder, in one file or in several."""
     for dtype, tied, files, config in ((np.float32, False, 1, {}), (BF16, False, 3, {}),
                                        (BF16, True, 1, {"tie_word_embeddings": True}),
@@ -146,7 +144,8 @@ def same_bytes(folder):
     check("without it, numbers that make the same sizes", hf_config.read_config(path.parent).H == c.H)
 
 
-def other_types(folder):
+@fast
+def test_other_types(folder):
     """Numbers are rounded to bf16 where it is asked for, and become fp32 as they are."""
     for i, (stored, asked, made) in enumerate(((np.float32, BF16, BF16), (BF16, np.float32, np.float32),
                                                (np.float16, None, np.float32), (np.float16, BF16, BF16))):
@@ -164,7 +163,8 @@ def other_types(folder):
     check("bfloat16 to float32, as a folder", found == ("F32", (C,), rounded.tobytes()))
 
 
-def configs(folder):
+@fast
+def test_configs(folder):
     """What config.json may say, and the sizes that a checkpoint can express."""
     rope5 = {"rope_parameters": CONFIG["rope_scaling"] | {"rope_theta": 10000.0}, "rope_scaling": None}
     llama32 = {"rope_scaling": CONFIG["rope_scaling"] | {"factor": 32.0}}  # Meta's 1B and 3B
@@ -189,7 +189,8 @@ def configs(folder):
             yield f"MLP of {hidden} channels, H", c.H, hidden, EXACT
 
 
-def refusals(folder):
+@fast
+def test_refusals(folder):
     """Each in one line that says what is wrong, and nothing is written."""
     q, target = "model.layers.0.self_attn.q_proj.weight", folder / "target.bin"
     target.write_bytes(b"an older file")
@@ -269,7 +270,7 @@ def refusals(folder):
                   source)
 
 
-def transformers_logits(folder):
+def test_transformers_logits(folder):
     """transformers loads a converted fixture and computes the logits of its debug state, and what it saves becomes the
     fixture again."""
     import torch
@@ -286,7 +287,3 @@ def transformers_logits(folder):
         model.save_pretrained(folder / f"{fixture} saved", max_shard_size="200KB")
         convert.folder_to_checkpoint(str(folder / f"{fixture} saved"), folder / "again.bin")
         check(f"{fixture}, saved by transformers", (folder / "again.bin").read_bytes() == path.read_bytes())
-
-
-if __name__ == "__main__":
-    run_program((round_trips, other_types, configs, refusals, transformers_logits))

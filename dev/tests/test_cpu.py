@@ -1,7 +1,4 @@
-"""Test the CPU device: how kernels are compiled, in which order threads run, and how races show.
-
-    python -m dev.tests.test_cpu
-"""
+"""Test the CPU device: how kernels are compiled, in which order threads run, and how races show."""
 import contextlib
 import os
 import re
@@ -21,7 +18,7 @@ from dev.features.devices import make_device
 from dev.features.outliers import SOURCE as OUTLIERS
 from dev.lab.bench import Bench, noting, orders as thread_orders
 from dev.lab.ladder import find_ladder, parse_sizes
-from dev.tests.checks import EXACT, check, check_refusal, refusal, run_program
+from dev.tests.checks import EXACT, check, check_refusal, refusal
 from prepro_tinyshakespeare import UserError
 
 KERNEL_FILE = """
@@ -36,7 +33,7 @@ extern "C" __global__ void without_block(float* out) { out[0] = 1.0f; }
 """
 
 
-def kernel_files(device_name, folder):
+def test_kernel_files(device_name, folder):
     """A kernel without a BLOCK, and a launch with too few arguments or too many, are refused."""
     path = folder / "kernels.cu"
     path.write_text(KERNEL_FILE)
@@ -86,7 +83,7 @@ run_main(main)
 """
 
 
-def cached_libraries(device_name, folder):
+def test_cached_libraries(device_name, folder):
     """A library in the cache that is damaged is compiled again, and not loaded: the system would kill the process. A
     cache that cannot be used is one line that names XDG_CACHE_HOME."""
     path = folder / "kernels.cu"
@@ -199,7 +196,7 @@ def cpu_of(folder, text, dtype="fp32", **sizes):
         return make_device("cpu", dtype, Other(**sizes), plain=True)
 
 
-def orders(device_name, folder):
+def test_orders(device_name, folder):
     """In which order threads run, when copies arrive, and that each block's shared memory starts as NaN."""
     if device_name != "cpu":
         return
@@ -257,7 +254,7 @@ def orders(device_name, folder):
         check(f"copies land where they are waited for, in order {order}", np.array_equal(out, nan, equal_nan=True))
 
 
-def races(device_name, folder):
+def test_races(device_name, folder):
     """If a barrier or a wait is cut from a copy of kernels.cu (with a feature's kernels behind it), the check notices,
     and names the array and an element. Without a wait the array is NaN in every order."""
     if device_name != "cpu":
@@ -307,9 +304,3 @@ RACES = (  # kernel of the lab, sizes, a choice, the text in kernels.cu before t
     ("global_norm", "n=49380", dict(blocks=70), "(int)gridDim.x - 1;\n    }", "__syncthreads();",
      "kernels.cu: global_norm: block .* is stuck: "),
     ("outliers", "seen=290", {}, "window[seen % WINDOW] = value;", "__syncwarp();", r"has a race: z_scores\[.*\]"))
-
-
-TESTS = (kernel_files, cached_libraries, orders, races)
-
-if __name__ == "__main__":
-    run_program(TESTS)

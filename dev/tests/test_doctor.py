@@ -1,7 +1,4 @@
-"""Test the doctor: what it says of machines that lack something.
-
-    python -m dev.tests.test_doctor
-"""
+"""Test the doctor: what it says of machines that lack something."""
 import contextlib
 import ctypes
 import io
@@ -14,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
-from dev.tests.checks import TOP, check, run_program
+from dev.tests.checks import TOP, check
 from dev.tools import doctor
 
 
@@ -146,7 +143,7 @@ CASES = (  # (name, the machine, exit status, how lines begin: regular expressio
 )
 
 
-def machines():
+def test_machines():
     """On each machine it names what is wrong, and what to do; each line is one line."""
     compiled = "" if os.environ.get("CXX") else doctor.compiler()  # once is enough
     for name, given, status, wishes in CASES:
@@ -158,7 +155,7 @@ def machines():
         check(name, found == status and not missing, missing and f"{found}, no {missing} in {text}")
 
 
-def whole_program(folder):
+def test_whole_program(folder):
     """As a program, with an old compiler, with none, and without NumPy."""
     compiler = folder / "old-g++"
     compiler.write_text(OLD)
@@ -178,7 +175,3 @@ def whole_program(folder):
         ok = done.returncode == status and re.search(wish, done.stdout) and not done.stderr
         said = f"{done.returncode}, {done.stdout}, {done.stderr}"
         check(f"program: {name}", ok, "" if ok else said)
-
-
-if __name__ == "__main__":
-    run_program((machines, whole_program))

@@ -1,7 +1,4 @@
-"""Test dev/data/english.py: what it takes from files of each kind.
-
-    python -m dev.tests.test_english
-"""
+"""Test dev/data/english.py: what it takes from files of each kind."""
 import gzip
 import hashlib
 import json
@@ -9,7 +6,7 @@ import re
 import subprocess
 import sys
 
-from dev.tests.checks import check, run_program
+from dev.tests.checks import check
 
 PROSE = ["This is the first paragraph of a text that reads as English prose, and it is long enough to be kept.",
          "Another one says, in other words, that a paragraph with the usual little words is what we are looking for.",
@@ -19,7 +16,7 @@ TABLE = "the 0x01 | of 0x02 | the 0x03 | and 0x04 | the 0x05 | of 0x06 | the 0x0
 LIST = "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron pi rho sigma tau"
 
 
-def english_text(folder):
+def test_english_text(folder):
     """The prose of each kind of file, without paragraphs that another file had."""
     docs, (one, two, three, four) = folder / "docs", PROSE
     (docs / "man" / "man1").mkdir(parents=True)
@@ -66,7 +63,3 @@ def english_text(folder):
         done = gather(name)
         ok = done.returncode == 1 and re.fullmatch(f"error: {wish}.*\n", done.stderr)
         check(f"english.py: {wish}", ok, "" if ok else done.stderr)
-
-
-if __name__ == "__main__":
-    run_program((english_text,))

@@ -1,7 +1,4 @@
-"""Test good and bad files, batches, initial parameters, schedules, samples, and the order of tokens.
-
-    python -m dev.tests.test_files
-"""
+"""Test good and bad files, batches, initial parameters, schedules, samples, and the order of tokens."""
 import contextlib
 import dataclasses
 import io
@@ -26,7 +23,8 @@ from dev.features.shuffled_loader import FilesLoader, check_pair, paths_of
 from dev.features.tokenizer import TOKENIZER, read_tokenizer
 from dev.lab.kernels.adamw import halves
 from dev.lab.kernels.adamw_bf16 import rounded, splitmix64
-from dev.tests.checks import EXACT, TOP, check, check_refusal, header_refusal, numbers_of, refusal, run_program, words
+from dev.tests.checks import (EXACT, TOP, check, check_refusal, fast, header_refusal, numbers_of,
+                              refusal, words)
 from dev.tests.models import (AUTOCAST_FLOOR, AUTOCAST_MARGIN, DEBUG_STATE, FIXTURES, LIMITS, device_of, dtypes_of,
                               dump_limit, read_debug_state, write_checkpoint)
 from prepro_tinyshakespeare import UserError, byte_encoding, replace_file, write_tokens
@@ -79,7 +77,8 @@ BAD_FILES = [  # kind, the message (a regular expression, or one of these two), 
 ]
 
 
-def bad_files(device_name, folder):
+@fast
+def test_bad_files(device_name, folder):
     """Each bad file is refused in one line that names it and says what is wrong."""
     for label, wish, change, *resize in [*((kind, None, {}) for kind in GOOD_FILES), *BAD_FILES]:
         (kind, sizes, body, read), path = GOOD_FILES[label], folder / "file.bin"
@@ -100,7 +99,7 @@ def bad_files(device_name, folder):
         check(f"{label}: {wish or 'a good one'}", ok, "" if ok else repr(found))
 
 
-def other_kinds(device_name, folder):
+def test_other_kinds(device_name, folder):
     """For a good file of the wrong kind, the error names its kind and the program that takes it, for every kind that
     any module knows. The trainer does so for every file that it opens; without dev/ it gives the first numbers."""
     path, header, top = folder / "file.bin", np.zeros(256, "<i4"), TOP
@@ -152,7 +151,7 @@ def other_kinds(device_name, folder):
     check("their programs exist", programs and all((top / name).exists() for name in programs), programs)
 
 
-def good_files(device_name, folder):
+def test_good_files(device_name, folder):
     """A file that was written is read back, in fp32 and in bf16, and a full disk leaves the old file as it was."""
     path, copy = folder / "model.bin", folder / "copy.bin"
     models = [GPT2(SMALL, device_of(device_name, dtype, 64, 2), 1, 1) for dtype in ("fp32", dtypes_of(device_name)[-1])]
@@ -189,7 +188,8 @@ def good_files(device_name, folder):
         check(f"token file: the batch from {start}", np.array_equal(data.next_batch(), batch))
 
 
-def packed_batches(device_name, folder):
+@fast
+def test_packed_batches(device_name, folder):
     """The host's part of encoder_backward_wte: positions sorted by token, and the runs of a token, longest first."""
     for V in (1, 300, 70000):  # the last does not fit into 16 bits
         tokens, targets = words(V, 2, 3, 50)
@@ -206,7 +206,8 @@ def packed_batches(device_name, folder):
         yield f"behind the runs, V={V}", batch.runs[len(runs) :], np.zeros((150 - len(runs), 2), np.int32), EXACT
 
 
-def first_parameters(device_name, folder):
+@fast
+def test_first_parameters(device_name, folder):
     """Parameters start as in the GPT-2 paper, each tensor with its own random numbers; the padding of wte is 0."""
     c, small = Config(maxT=300, V=1000, L=3, NH=2, C=64, Vp=1024), 0.02 / math.sqrt(6)
     params = dict(draw_parameters(c, 1))
@@ -245,7 +246,8 @@ SCHEDULES = {  # llm.c's rates at steps 0, 699, 700, 5000, 9432, 15092, 15093 an
     "constant": (6.00000028e-04,) * 8}
 
 
-def schedules(device_name, folder):
+@fast
+def test_schedules(device_name, folder):
     """The learning rates of llm.c, to the last digit."""
     for kind, rates in SCHEDULES.items():
         flags = SimpleNamespace(learning_rate=6e-4, warmup=700, final_fraction=0.1, schedule=kind, steps=18865)
@@ -258,7 +260,8 @@ def schedules(device_name, folder):
     yield "by default", np.float32(rates), np.float32([3e-4] * 3), EXACT
 
 
-def samples(device_name, folder):
+@fast
+def test_samples(device_name, folder):
     """llm.c's coins, and the tokens that they draw from its logits."""
     first = [coin for _, coin in zip(range(6), coins())]
     yield "coins", np.float32(first), np.float32((0.230317235, 0.19051826, 0.310865164, 0.902659476, 0.684917867,
@@ -272,7 +275,8 @@ def samples(device_name, folder):
         yield f"tokens of logits around {shift}", np.array(drawn), np.array([1, 1, 1, 3, 1, 1, 1, 1]), EXACT
 
 
-def numpy_program(device_name, folder):
+@fast
+def test_numpy_program(device_name, folder):
     """dev/gpt2_numpy.py prints a loss and five tokens, from a checkpoint of either dtype; and what it refuses."""
     c, said = Config(maxT=12, L=1, NH=1, C=32), []
     for version, stored_as in ((3, np.float32), (5, to_bf16)):
@@ -296,7 +300,8 @@ def numpy_program(device_name, folder):
     yield "five tokens", [len(re.findall(r"^ +0\.\d\d%  '.+'$", text, re.M)) for text in said[:2]], [5, 5]
 
 
-def random_numbers(device_name, folder):
+@fast
+def test_random_numbers(device_name, folder):
     """SplitMix64 in the NumPy formula of dev/lab/kernels/adamw_bf16.py: its published numbers for the seed 1234567."""
     wish = (6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821)
     yield "SplitMix64", splitmix64(1234567, range(5)), np.uint64(wish), EXACT
@@ -305,7 +310,8 @@ def random_numbers(device_name, folder):
     check("half way: up with one half of the random numbers", rises == [False, True], rises)
 
 
-def token_order(device_name, folder):
+@fast
+def test_token_order(device_name, folder):
     """Files and their batches come in llm.c's order: an epoch has each batch of each file once, without the tails. The
     permutations are those that llm.c's own program made with its Mersenne Twister."""
     sizes = (12 * 16 + 1, 5 * 16 + 9, 16 + 1)  # of 12, 5 and 1 batches of (2,8)
@@ -348,7 +354,7 @@ def token_order(device_name, folder):
         FilesLoader(several, 2, 8, fewer, False), 13))
 
 
-def patterns(device_name, folder):
+def test_patterns(device_name, folder):
     """A path or a folder that exists is meant as it is written; only the rest of a pattern matches."""
     names = ("q[12]/t_train.bin", "q1/t_train.bin", "q1/t_val.bin", "q2/t_train.bin", "x[1]_train.bin",
              "x1_val.bin", "a*_train.bin", "ab_train.bin", "[r]/deep?/0_val.bin", "r/deep1/0_val.bin",
@@ -376,17 +382,11 @@ def patterns(device_name, folder):
         check("a pair of which both were given", refusal(check_pair, pair, pair) is None)
 
 
-def limits(device_name, folder):
+@fast
+def test_limits(device_name, folder):
     """If a dump has autocast's error of a tensor, the limit follows from it, but only in bf16."""
     report = {"autocast_errors": {"wte": 0.02, "logits": 1e-4}}
     for dtype, tensor, wish in (("bf16", "wte", 0.02 * AUTOCAST_MARGIN), ("bf16", "logits", AUTOCAST_FLOOR),
                                 ("bf16", "loss", LIMITS["bf16"]), ("fp32", "wte", LIMITS["fp32"])):
         check(f"limit of {tensor} in {dtype}", dump_limit(dtype, report, tensor) == wish)
     check("limit without a report", dump_limit("bf16", {}, "wte", 0.1) == LIMITS["bf16"] + 0.1)
-
-
-TESTS = (bad_files, other_kinds, good_files, packed_batches, first_parameters, schedules, samples, numpy_program,
-         random_numbers, token_order, patterns, limits)
-
-if __name__ == "__main__":
-    run_program(TESTS)

@@ -1,7 +1,5 @@
 """Test dev/data/fineweb.py and the tables it reads: its shards, kills, and refusals.
 
-    python -m dev.tests.test_fineweb
-
 Shards are put together here by what llm.c's format says. This needs pyarrow. dev/tests/test_hub.py downloads.
 """
 import itertools
@@ -16,10 +14,11 @@ from pathlib import Path
 from unittest import mock
 
 import numpy as np
+import pytest
 
 from dev.data import fineweb
 from dev.data.parquet_jsonl import read_rows, table_files
-from dev.tests.checks import check, check_refusal, run_program
+from dev.tests.checks import check, check_refusal, fast
 from dev.tests.documents import (EOT, check_command, command, contents, finish, in_process, some_texts, start,
                                  stream_of, write_parquet, write_texts)
 from prepro_tinyshakespeare import UserError, byte_encoding, gpt2_encoding
@@ -40,7 +39,8 @@ def shards_of(stream, name, val, size):
 # ---- Rows and shards
 
 
-def tables(folder):
+@fast
+def test_tables(folder):
     """Tables from each row on, folders of them, and what is refused."""
     texts, path = some_texts(13, 1), folder / "a.parquet"
     for path in folder / "b.jsonl", folder / "a.parquet":
@@ -87,7 +87,7 @@ def tables(folder):
         check_refusal("table", r"pyarrow is missing .*pip install -r dev/requirements.txt", all_rows, "a.parquet", None)
 
 
-def lines(folder):
+def test_lines(folder):
     """Blank lines are no rows, and a byte order mark is no part of one: the rows from each one on."""
     path = folder / "a.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"text": "a"}\n\n \t\r\n{"text": "\\ud800b"}\r\n\n\xef\xbb\xbf{"text": null}\n'
@@ -103,7 +103,7 @@ def lines(folder):
     check("their shards", contents(folder / "out") == shards_of(stream, "a", 3, 3), len(stream))
 
 
-def not_utf8(folder):
+def test_not_utf8(folder):
     """A string in Parquet that is not UTF-8 is named by its row, in any batch and group, and those before it are read;
     so is one in a list. A column that is there twice is refused."""
     import pyarrow
@@ -139,7 +139,7 @@ def cut(paths, batch, place, sizes):
         return [(tokens.tolist(), place) for tokens, place in fineweb.cut_shards(batches(), iter(sizes), place)]
 
 
-def panics():
+def test_panics():
     """A text at which tiktoken panics is named by its file and row."""
     def encode(text):
         if text == "bad":
@@ -153,7 +153,7 @@ def panics():
                       ["a", None, "bad"], "a.jsonl", 10)
 
 
-def borders(folder):
+def test_borders(folder):
     """Streams are cut into the right shards, also from the place where any of them begins."""
     for seed in range(60):
         draw, paths, stream = random.Random(seed), [], []
@@ -190,7 +190,8 @@ def input_folder(folder):
 FLAGS = "--input", "texts", "--name", "own", "-s", 1000, "--val-tokens", 333
 
 
-def local_shards(folder):
+@fast
+def test_local_shards(folder):
     """The shards of local files are the same with any number of workers and any size of their batches."""
     stream = input_folder(folder)
     wish, total = shards_of(stream, "own", 333, 1000), len(stream)
@@ -215,7 +216,7 @@ def local_shards(folder):
     check("fineweb.py, no shard when all would be for validation", contents(folder / "data" / "all") == {})
 
 
-def few_texts(folder):
+def test_few_texts(folder):
     """If all texts fit into one shard, a tenth of their tokens is for validation, unless --val-tokens was given."""
     for name, count in (("small.jsonl", 40), ("small.parquet", 40), ("twenty.jsonl", 2)):
         texts = ["word"] * 4 if count == 2 else some_texts(count, 3)
@@ -247,7 +248,7 @@ def few_texts(folder):
     check("too few: no file", not (folder / "data").exists())
 
 
-def kills(folder):
+def test_kills(folder):
     """However often the program is killed, its workers end too, and in the end the shards have the same bytes."""
     wish, flags = shards_of(input_folder(folder), "own", 333, 1000), (*FLAGS, "--workers", 2)
     out = folder / "one_by_one"
@@ -268,7 +269,8 @@ def kills(folder):
     check("after Ctrl-C", code == 0 and contents(folder / "again") == wish, err)
 
 
-def refusals(folder):
+@fast
+def test_refusals(folder):
     """What fineweb.py refuses, each in one line."""
     input_folder(folder)
     os.chdir(folder)
@@ -325,20 +327,15 @@ def refusals(folder):
     check("fineweb.py, --output is a file", code == 1 and re.fullmatch("error: .*file.*\n", err), err)
 
 
-def vocabulary(folder):
+def test_vocabulary(folder):
     """The command as it is, if this machine has GPT-2's vocabulary."""
     try:
         encoding = gpt2_encoding()
     except UserError as e:
-        print(f"skipped: GPT-2's words: {e}")
-        return
+        pytest.skip(f"GPT-2's words: {e}")
     texts = [text for text in some_texts(50, 1) if text is not None]
     write_texts(folder / "a.jsonl", texts)
     stream = [token for text in texts for token in (EOT, *encoding.encode(text, disallowed_special=()))]
     subprocess.run([sys.executable, "-m", "dev.data.fineweb", "--input", "a.jsonl", "--output", "out", "-s", "200"],
                    cwd=folder, check=True, capture_output=True)
     check("fineweb.py with GPT-2's words", contents(folder / "out") == shards_of(stream, "a", 200, 200))
-
-
-if __name__ == "__main__":
-    run_program((tables, lines, not_utf8, panics, borders, local_shards, few_texts, kills, refusals, vocabulary))

@@ -1,8 +1,8 @@
 """Test attention's gradient with five products, dev/features/hopper/attention_five.cu, for heads of 128 channels.
 
-    python -m dev.tests.test_five                      # on the CPU, as on Hopper
-    python -m dev.tests.test_five --device cuda        # on a Hopper GPU: also the same bits in ten runs
-    python -m dev.tests.test_five --planted            # on the CPU: with each of these faults the checks have to fail
+    pytest dev/tests/test_five.py -m longest    # on the CPU: with each of some faults the checks have to fail
+
+On a Hopper GPU: also the same bits in ten runs.
 """
 import contextlib
 import io
@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
+import pytest
 
 from dev.bench import time_five
 from dev.common import gpus
@@ -27,14 +28,14 @@ from dev.common.gpus import capability
 from dev.features.order import FEATURES
 from dev.features.seams import GPT2, Training
 from dev.lab.bench import BF16_LIMIT
-from dev.tests import checks
 from dev.tests.checks import EXACT, check
 from dev.tests.models import SMALL_MODEL, poisoned_model
 from train_gpt2 import pack_batch, to_float
 
 SECONDS = 150  # time limit for the checks with one fault: some hang
 NOTICED = 3  # exit status
-AS_HOPPER, RACES = "-O1 -DHOPPER", "-O1 -DHOPPER -fsanitize=thread"
+CXXFLAGS = AS_HOPPER = "-O1 -DHOPPER"
+RACES = "-O1 -DHOPPER -fsanitize=thread"
 A_SIZE = "B=3,T=200,NH=2,NKV=2"  # with 6 heads, of which 4 are done at once
 # Only the race finder sees these
 A_RACE, NO_FENCE = "a part is stored before it was read", "a part is added before the copy engine can see it"
@@ -59,7 +60,11 @@ PLANTED = (  # (what is wrong, a place in attention_five.cu, the same with a fau
 )
 
 
-def results(device_name):
+def runs_on(device_name):
+    return device_name == "cpu" or capability() == 90
+
+
+def test_results(device_name):
     """dqkv and its sums, at odd sizes, with heads that share keys, with ReLU and with huge scores."""
     for text in time_five.CHECKS:
         check(f"five products {text}", *checked(device_name, text))
@@ -74,7 +79,7 @@ def checked(device_name, text, *defined):
     return not wrong, said.getvalue().strip().rpartition("products: ")[2]
 
 
-def bits(device_name):
+def test_bits(device_name):
     """Two runs give the same bits, on a GPU in which blocks of many heads wait for each other."""
     if device_name == "cuda":
         device = time_five.make("cuda")
@@ -83,7 +88,7 @@ def bits(device_name):
         check("the same bits ten times", said.startswith("the same"), said)
 
 
-def model(device_name):
+def test_model(device_name):
     """A model with this feature has the gradient that the plain one has, for batches of two shapes."""
     device, found = time_five.make(device_name), []
     for kind in (GPT2, type("Five", (FiveProducts, GPT2), {})):
@@ -121,7 +126,7 @@ def noted(device, launched):
     return mock.patch.object(device, "launch", with_note)
 
 
-def in_fp8(device_name):
+def test_in_fp8(device_name):
     """In FP8, where dqkv goes straight to 8 bits, steps have the losses and the gradient that seven products give."""
     found = []
     for kind in (GPT2, type("GPT2", (FiveProducts, GPT2), {})):
@@ -144,7 +149,7 @@ def in_fp8(device_name):
     yield "FP8: dqkvw", five.dqkvw, to_float(seven.dqkvw), 0.1
 
 
-def others(device_name):
+def test_others(device_name):
     """Heads of other sizes, other dtypes and GPUs other than Hopper are not affected; a GPU asks for the feature. What
     the kernels write is found by FP8, which knows gradients by the kernels' names."""
     outputs = re.findall(r"(\w+)\(\s*Output\b dqkv", attention_five.SOURCE.read_text("utf-8"))
@@ -167,19 +172,17 @@ def others(device_name):
         yield f"asked for, {device} {plain=}", np.array(asked), wish, EXACT
 
 
-def planted():
-    """With each fault the checks have to fail, or to hang; without one they pass. Returns how many do not."""
-    wrong = 0
-    for i, (what, *_) in enumerate(PLANTED):
-        try:
-            done = subprocess.run([sys.executable, "-m", __spec__.name, "--plant", str(i)], timeout=SECONDS)
-            said = {0: "passes", NOTICED: "fails"}.get(done.returncode, f"error: status {done.returncode}")
-        except subprocess.TimeoutExpired:
-            said = "hangs"
-        right = said in (("passes",) if i == 0 else ("fails", "hangs"))
-        wrong += not right
-        print(f"{'OK  ' if right else 'FAIL'} {what}: {said}", flush=True)
-    return wrong
+@pytest.mark.longest
+@pytest.mark.parametrize("i", range(len(PLANTED)), ids=[what for what, *_ in PLANTED])
+def test_planted(i):
+    """With a fault the checks have to fail, or to hang; without one they pass."""
+    program = f"import sys; from dev.tests.test_five import plant; sys.exit(plant({i}))"
+    try:
+        done = subprocess.run([sys.executable, "-c", program], timeout=SECONDS)
+        said = {0: "passes", NOTICED: "fails"}.get(done.returncode, f"error: status {done.returncode}")
+    except subprocess.TimeoutExpired:
+        said = "hangs"
+    check(PLANTED[i][0], said in (("passes",) if i == 0 else ("fails", "hangs")), said)
 
 
 def plant(i):
@@ -193,12 +196,3 @@ def plant(i):
               attention_five.SOURCES[0], Path(folder) / "attention_five.cu"))):
         time_five.SOURCES[1].write_text(text.replace(right, wrong) if right else text, "utf-8")
         return 0 if all(checked("cpu", text, "AT_ONCE=4")[0] for text in sizes) else NOTICED
-
-
-if __name__ == "__main__":
-    os.environ["CXXFLAGS"] = AS_HOPPER
-    if "--planted" in sys.argv:
-        sys.exit(planted())
-    if "--plant" in sys.argv:
-        sys.exit(plant(int(sys.argv[-1])))
-    checks.run_program((results, bits, model, in_fp8, others), fits=lambda name: name == "cpu" or capability() == 90)

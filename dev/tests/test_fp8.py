@@ -1,8 +1,5 @@
 """Test FP8, --dtype fp8, against the 8-bit formats of ml_dtypes (pip install ml_dtypes).
 
-    python -m dev.tests.test_fp8                  # on the CPU, and on a GPU too if there is one
-    python -m dev.tests.test_fp8 --device cpu     # only on this one
-
 Resuming in FP8 is tested in dev/tests/test_resume.py, and FP8 on several ranks in dev/tests/test_ranks.py.
 """
 import contextlib
@@ -10,8 +7,8 @@ import io
 import itertools
 from unittest import mock
 
-import ml_dtypes
 import numpy as np
+import pytest
 
 from dev.bench import roundings
 from dev.common.bf16 import master_numbers, to_bf16
@@ -21,12 +18,13 @@ from dev.features.fp8 import fp8
 from dev.features.fp8.fp8 import fp8_device
 from dev.features.seams import GPT2
 from dev.llama3.train_llama3 import Llama3
-from dev.tests.checks import EXACT, check, check_refusal, run_program
+from dev.tests.checks import EXACT, check, check_refusal
 from dev.tests.models import (FIXTURES, RECOMPUTE, RECOMPUTE_LLAMA, SMALL_MODEL, device_of, gradients, in_each_order,
                               model_class, on_device, poisoned_model, read_debug_state)
 from train_gpt2 import BF16, pack_batch, to_float
 
-SMALL_MODEL.setdefault(Llama3, dict(maxT=32, V=257, L=2, NH=2, NKV=1, C=64, Vp=384))
+
+ml_dtypes = pytest.importorskip("ml_dtypes")
 
 
 def cut_off(x, scale=1):
@@ -41,7 +39,7 @@ def in_8_bits(values, scale):
     return cut_off(values, np.float32(scale)).view(ml_dtypes.float8_e4m3fn).astype(np.float64) / float(scale)
 
 
-def numbers(device_name):
+def test_numbers(device_name):
     """Every bf16 becomes the 8-bit number that ml_dtypes rounds it to, at several scales, and the largest magnitude is
     found, NaNs aside."""
     device = device_of(device_name, "fp8", 64, 2, plain=False)
@@ -72,7 +70,7 @@ def numbers(device_name):
     check("a larger one stays", device.get(scale8)[2] == 9)
 
 
-def weights(device_name):
+def test_weights(device_name):
     """The twins of weights, plain and transposed; each layer has its own scale. The plain one can be left out."""
     device = device_of(device_name, "fp8", 64, 2, plain=False)
     for L, R, C in ((1, 16, 16), (3, 48, 80), (2, 128, 64), (2, 272, 144)):
@@ -100,7 +98,7 @@ def weights(device_name):
                 yield f"{case} largest", found[2], abs(to_float(w)).max(axis=(1, 2)), EXACT
 
 
-def next_scales(device_name):
+def test_next_scales(device_name):
     """A scale brings the largest magnitude to 224. Zeros, infinity and NaN leave the scale as it was, and nothing
     overflows. `forget` only clears the largest magnitudes."""
     device = device_of(device_name, "fp8", 64, 2, plain=False)
@@ -117,7 +115,7 @@ def next_scales(device_name):
         check(f"{case}: the largest begin anew", not found[:, 2].any())
 
 
-def transposed(device_name):
+def test_transposed(device_name):
     """The twin of a transposed tensor; the columns that fill its rows up to a multiple of 16 are zeros."""
     device = device_of(device_name, "fp8", 64, 2, plain=False)
     for R, C in ((1, 16), (16, 128), (130, 48), (128, 128), (261, 400)):
@@ -135,7 +133,7 @@ def transposed(device_name):
             yield f"{R, C} {order}", across, wish, EXACT
 
 
-def both_twins(device_name):
+def test_both_twins(device_name):
     """GELU's output and its gradient as twins, plain and transposed; the largest magnitude; sums of the gradient."""
     device = device_of(device_name, "fp8", 64, 2, plain=False)
     for R, C in ((1, 16), (130, 144), (261, 64)):
@@ -171,7 +169,7 @@ def both_twins(device_name):
                     yield f"{case} sums", sums, np.array(each), 1e-5
 
 
-def infinities(device_name):
+def test_infinities(device_name):
     """An infinity that only a twin carries stops the step: in what a norm or GELU writes, and in a weight."""
     place = fp8_device(device_name, Config(C=64, NH=2))
     place.architecture = GPT2
@@ -191,7 +189,7 @@ def infinities(device_name):
         check(f"--fp8 {level}: {value} in {name}", (finite, verdict.stopped) == (not name, bool(name)), verdict)
 
 
-def classifier(device_name):
+def test_classifier(device_name):
     """Losses, and the twin of dlogits, whose scale is 448 / dloss. Rows are cached in shared memory, or not."""
     device, dloss = device_of(device_name, "fp8", 64, 2, plain=False), 1 / 96
     for N, V, Vp, blocks, cached in ((5, 257, 384, 2, True), (5, 257, 384, 5, False), (3, 1000, 1008, 3, True),
@@ -227,7 +225,7 @@ def classifier(device_name):
             check(f"{case} dlogits", error.max() < 0.0626, error.max())
 
 
-def rare_words(device_name):
+def test_rare_words(device_name):
     """The mean of small dlogits is right, though most become 0."""
     device, N, V = device_of(device_name, "fp8", 64, 2, plain=False), 96, 2000
     rng = np.random.default_rng(3)
@@ -251,7 +249,7 @@ def rare_words(device_name):
             check(f"{low}: mean of {name}", abs(a.mean() / b.mean() - 1) < 0.1, f"{a.mean()} {b.mean()}")
 
 
-def formats(device_name):
+def test_formats(device_name):
     """Why dlogits is e4m3, and not e5m2: relative errors of dinp and dwte for logits like those of a trained model."""
     V, R, C, rng = 50257, 192, 32, np.random.default_rng(0)
     often = -np.log(np.arange(V) + 10.0)  # how often words are
@@ -270,7 +268,7 @@ def formats(device_name):
     check("e5m2 is worse", e4m3[0] < e5m2[0] and e4m3[1] < e5m2[1], f"{e4m3} {e5m2}")
 
 
-def head(device_name):
+def test_head(device_name):
     """The head's logits are bf16's, and its products in the backward pass are those of its twins; in parts, and with
     rows that are no multiple of 16."""
     place = fp8_device(device_name, Config(C=64, NH=2))
@@ -316,7 +314,7 @@ def head(device_name):
         model.forward(tokens, tokens)  # fewer tokens, whose head is in bf16
 
 
-def layers(device_name):
+def test_layers(device_name):
     """With --fp8 all, weights have the gradients of their layers' twins: those of layer 0 are still in memory."""
     place = fp8_device(device_name, Config(C=64, NH=2))
     place.architecture = GPT2
@@ -353,7 +351,7 @@ def layers(device_name):
         yield f"d{name} {at}", found, wish, 1e-5 if device_name == "cpu" else 2e-3
 
 
-def levels(device_name):
+def test_levels(device_name):
     """The gradients and losses of --fp8 all are close to those of --fp8 layers, from the same weights."""
     found, names = [], "qkvw qkvb attprojw attprojb fcw fcb fcprojw fcprojb ln1w ln2b wte".split()
     for level in ("layers", "all"):
@@ -380,7 +378,7 @@ def steps_of(model, count, micros=1):
     return losses
 
 
-def twins(device_name):
+def test_twins(device_name):
     """A kernel that stores a twin beside its output stores the right one. So if all these twins are forgotten and made
     again, the products are the same, bit for bit, also in layers that recompute norms and GELUs."""
     # casts: how many twins in a layer no kernel leaves for the product that reads them. Llama's rope changes dqkv in
@@ -418,7 +416,7 @@ class Forgetful(dict):
         pass
 
 
-def products(device_name):
+def test_products(device_name):
     """The products, forward and backward, are those of the twins, whose scales come from the step before."""
     place = fp8_device(device_name, Config(C=64, NH=2))
     place.architecture = GPT2
@@ -458,7 +456,7 @@ def products(device_name):
     check("a scale changes in a step", not np.array_equal(validated[1], after))
 
 
-def scales_alone(device_name):
+def test_scales_alone(device_name):
     """A validation before a step does not change the step, and runs have the same bits, with or without a graph."""
     results = []
     for validates, graph in ((False, True), (True, True), (False, True), (False, False)):
@@ -478,7 +476,7 @@ def scales_alone(device_name):
     yield "losses without a graph", results[3], results[0], EXACT
 
 
-def fixture(device_name):
+def test_fixture(device_name):
     """In FP8 the fixture's gradients and loss are close to those in fp32."""
     c = Config.from_file(FIXTURES / "gpt2_tiny.bin")
     truth, errors = read_debug_state(FIXTURES / "gpt2_tiny_debug_state.bin", c), {}
@@ -500,7 +498,7 @@ def fixture(device_name):
             check(f"{level}: gradient of {name}", error < wish, f"{error:.3f}, in bf16 {in_bf16[name]:.3f}")
 
 
-def learned(device_name):
+def test_learned(device_name):
     """dev/bench/roundings.py says whether a version is in the range of bf16's runs, and whether its loss jumps."""
     ramp = np.linspace(9, 4, 100)
     spike = np.where(np.arange(100) == 60, 9.0, ramp)
@@ -517,7 +515,7 @@ def learned(device_name):
         check(f"roundings {versions}", (found, last.endswith(wish)) == (status, True), f"{found}: {last}")
 
 
-def defaults(device_name):
+def test_defaults(device_name):
     """Without --fp8, as much is in FP8 as the model and the other flags allow."""
     for model, given, wish in ((GPT2, (), "all"), (GPT2, ("--recompute", "1"), "head"), (Llama3, (), "head"),
                                (GPT2, ("--label-smoothing", "0.1"), "layers"), (GPT2, ("--fp8", "layers"), "layers")):
@@ -526,11 +524,6 @@ def defaults(device_name):
         check(f"{model.__name__} {given}", found == wish and "Fp8Model" in kinds, kinds)
 
 
-def refusals(device_name):
+def test_refusals(device_name):
     check_refusal("--plain", "--dtype fp8 --plain 1: FP8 is there for speed alone", fp8_device, device_name,
                   Config(C=32, NH=1), True)
-
-
-if __name__ == "__main__":
-    run_program((numbers, weights, transposed, both_twins, infinities, classifier, rare_words, formats, next_scales,
-                 head, layers, levels, twins, products, scales_alone, fixture, learned, defaults, refusals))

@@ -1,8 +1,4 @@
-"""Test the sums of rows that kernels take along, dev/features/fused_biases.cu, at the sizes of the lab's kernels.
-
-    python -m dev.tests.test_fused_biases                   # on the CPU, and on a GPU too if there is one
-    python -m dev.tests.test_fused_biases --only attention
-"""
+"""Test the sums of rows that kernels take along, dev/features/fused_biases.cu, at the sizes of the lab's kernels."""
 import contextlib
 import functools
 import os
@@ -18,7 +14,7 @@ from dev.lab.bench import Bench
 from dev.lab.heads import ATTENTION_LIMITS
 from dev.lab.kernels.matmul_backward_bias import bias_shares
 from dev.lab.ladder import DTYPES, Ladder, Version, config_of, find_ladder, model_of, parse_sizes
-from dev.tests.checks import check, run_program
+from dev.tests.checks import check
 from dev.tests.models import ATTENTION
 from train_gpt2 import PARTIAL_ROWS, layernorm_backward_launch
 
@@ -99,7 +95,7 @@ def dtypes_of(device_name):
     return DTYPES if device_name == "cpu" or capability() >= 80 else DTYPES[:1]
 
 
-def attention(device_name):
+def test_attention(device_name):
     """The sums of dq, dk and dv, in blocks of every kind."""
     [run] = ATTENTION_LADDER.versions
     texts = (*ATTENTION_LADDER.checks, *ATTENTION_LADDER.trainer_checks)
@@ -110,7 +106,7 @@ def attention(device_name):
         checked("cpu", "fp32", ATTENTION_LADDER, run, ("B=1,T=70,NH=2,HS=64",), "-DTURING", " as on Turing")
 
 
-def rows(device_name):
+def test_rows(device_name):
     """The sums of the new dresidual, and of the rows of any array."""
     for name, run in LADDERS.items():
         ladder = find_ladder(name)
@@ -118,14 +114,10 @@ def rows(device_name):
             checked(device_name, dtype, ladder, run, (*ladder.checks, *ladder.trainer_checks))
 
 
-def no_races():
+def test_no_races():
     """Warps leave their sums where others' rows were not."""
     [run] = ATTENTION_LADDER.versions
     if races.finds_races(compiler_of()):
         for HS in (64, 80, 128):
             checked("cpu", "bf16", ATTENTION_LADDER, run, (f"B=1,T=150,NH=2,HS={HS}",),
                     f"-O1 {races.FLAG} -DHOPPER", " races")
-
-
-if __name__ == "__main__":
-    run_program((attention, rows, no_races))

@@ -1,14 +1,14 @@
 """Test the products with GELU of dev/features/hopper/gelu_products.cu: on a CPU as on Hopper, and on a Hopper
 GPU beside cuBLASLt.
 
-    python -m dev.tests.test_gelu_products
-    python -m dev.tests.test_gelu_products --only planted --faults 99   # all planted faults
+    pytest dev/tests/test_gelu_products.py -k planted --faults 99   # all planted faults
 """
 import contextlib
 import os
 from unittest import mock
 
 import numpy as np
+import pytest
 
 from dev.bench import time_gelu
 from dev.bench.step_by_kernel import work_of
@@ -26,7 +26,7 @@ from dev.features.recompute import LLAMA_SOURCE as RECOMPUTE_LLAMA, SOURCE as RE
 from dev.features.seams import GPT2, Training
 from dev.lab.bench import BF16_LIMIT
 from dev.llama3.train_llama3 import Llama3
-from dev.tests.checks import EXACT, check, run_program
+from dev.tests.checks import EXACT, check
 from dev.tests.models import gradients, in_each_order, model_class, on_device
 from prepro_tinyshakespeare import UserError
 from train_gpt2 import BF16, to_float
@@ -64,6 +64,11 @@ FAULTS = (  # what is wrong, in gelu_products.cu, and what a CPU says or the fir
 )
 
 
+@pytest.fixture
+def faults(pytestconfig):
+    return pytestconfig.option.faults
+
+
 def small_device(sources=gelu_products.SOURCES, flags="-O1 -DHOPPER"):
     """A CPU with the kernels alone, as on Hopper."""
     with mock.patch.dict(os.environ, CXXFLAGS=flags), contextlib.redirect_stdout(None):
@@ -80,7 +85,7 @@ def device_for(device_name):
     return device if device.hopper else None
 
 
-def products(device_name):
+def test_products(device_name):
     """Both products and the sums against NumPy in float64, at sizes with ragged rows."""
     device = device_for(device_name)
     for text in time_gelu.CHECKS if device else ():
@@ -90,7 +95,7 @@ def products(device_name):
                 check(f"{text} {order} {what}", error <= limit, f"{error:.1e}")
 
 
-def saturated(device_name):
+def test_saturated(device_name):
     """GELU and its derivative of -1e9 .. 1e9, where powers overflow. fch becomes the bias."""
     device = device_for(device_name)
     if not device:
@@ -138,7 +143,7 @@ def whole(device, text="M=580,C=384,OC=320", more_rows=0):
     return next((what for what, error, limit in found if not error <= limit), "")
 
 
-def planted(folder, faults):
+def test_planted(folder, faults):
     """The first so many planted faults are found."""
     text = gelu_products.SOURCE.read_text("utf-8")
     check("without a fault", whole(small_device()) == "")
@@ -154,14 +159,14 @@ def planted(folder, faults):
         check(what, wish in said if wish in ("stuck", "race") else said == wish, said)
 
 
-def no_races():
+def test_no_races():
     """No access is a race."""
     device = small_device(flags=f"-O1 -DHOPPER {races.FLAG}")
     found = time_gelu.faults(device, time_gelu.drawn(device, 150, 64))
     check("no races", all(error <= limit for _, error, limit in found))
 
 
-def choice(device_name):
+def test_choice(device_name):
     """What does not fit goes to cuBLASLt."""
     device = device_for(device_name)
     if not device:
@@ -177,7 +182,7 @@ def choice(device_name):
     check("does not fit: 96 channels", not fits(b.inp, b.w, b.fch_in))
 
 
-def training():
+def test_training():
     """A model's gradients over two micro-batches with these products, as without them."""
     c = Config(maxT=96, V=257, Vp=384, L=2, NH=2, C=128)
     flags = dict(CXXFLAGS="-O1 -DHOPPER")
@@ -223,7 +228,7 @@ def noting(launch, names):
     return lambda name, *args, **more: (names.append(name), launch(name, *args, **more))
 
 
-def any_model():
+def test_any_model():
     """What runs on a GPU in bf16, GPT-2 or Llama 3, recomputing or not, has the gradients that it has without
     the features of a GPU."""
     for Model, recompute in ((GPT2, 1), (GPT2, 2), (Llama3, 0), (Llama3, 1), (Llama3, 2)):
@@ -246,12 +251,11 @@ def any_model():
             yield f"{Model.__name__} {again} {name}", found[1][name], wish, 4 * BF16_LIMIT
 
 
-def compiled():
+def test_compiled():
     """For sm_90a nothing spills, and a block fits a multiprocessor; attention_five.cu is there, too,
     and so are the functions that both have."""
     if not has_nvrtc():
-        print("skipped: NVRTC is not installed")
-        return
+        pytest.skip("NVRTC is not installed")
     from dev.common.nvrtc import compile_cuda
     text = "".join(path.read_text("utf-8") for path in (
         *Config.SOURCES, *attention_five.SOURCES, *gelu_products.SOURCES))
@@ -266,7 +270,7 @@ def compiled():
                                               shared) == 1)
 
 
-def beside_library(device_name):
+def test_beside_library(device_name):
     """On a Hopper GPU: close to cuBLASLt's results at a real shape, and the same bits ten times."""
     if device_name == "cpu":
         return
@@ -282,8 +286,3 @@ def beside_library(device_name):
         for name in ("fch", "fch_gelu", "dfch"):
             yield f"{M, C} {name}", device.get(getattr(a, name)), to_float(
                 device.get(getattr(b, name))), BF16_LIMIT
-
-
-if __name__ == "__main__":
-    run_program((products, saturated, choice, planted, no_races, training, any_model,
-                 compiled, beside_library), faults=3)

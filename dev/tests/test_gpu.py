@@ -1,7 +1,4 @@
-"""Test what only a GPU has, mostly without one: graphs, late reports, profiler ranges, tensor maps, faults.
-
-    python -m dev.tests.test_gpu
-"""
+"""Test what only a GPU has, mostly without one: graphs, late reports, profiler ranges, tensor maps, faults."""
 import contextlib
 import copy
 import ctypes
@@ -28,7 +25,7 @@ from dev.features.late_reports import LateReports
 from dev.features.nvtx import RangedDevice, RangedModel
 from dev.features.seams import GPT2, Training
 from dev.llama3.train_llama3 import Llama3
-from dev.tests.checks import EXACT, TINY, check, check_refusal, run_program, words
+from dev.tests.checks import EXACT, TINY, check, check_refusal, fast, words
 from dev.tests.models import device_of, model_class, poisoned_model
 from dev.tests.trainings import two_token_files
 from train_gpt2 import BF16, pack_batch
@@ -36,7 +33,8 @@ from train_gpt2 import BF16, pack_batch
 SMALL = Config(maxT=40, V=257, L=1, NH=2, C=64, Vp=384)
 
 
-def steps_of_a_graph(device_name, folder):
+@fast
+def test_steps_of_a_graph(device_name, folder):
     """A step is run the first time, then recorded and launched, then only launched. It is counted once, before the
     launch, so that a Ctrl-C during the launch finds it counted."""
     done, stream = [], mock.MagicMock()
@@ -52,7 +50,8 @@ def steps_of_a_graph(device_name, folder):
     check("steps are counted once each, before they are launched", counted == [1, 1, 2, 2, 3, 3], f"{counted}")
 
 
-def late_reports(device_name, folder):
+@fast
+def test_late_reports(device_name, folder):
     """A step is reported after the next one has been queued, whose verdict is fetched first: a report may use the
     device."""
     done, flags = [], SimpleNamespace(steps=9, val_every=0, val_batches=0, sample_tokens=0, sample_every=0)
@@ -90,7 +89,8 @@ class Ranges:
         self.open.pop()
 
 
-def profiler_ranges(device_name, folder):
+@fast
+def test_profiler_ranges(device_name, folder):
     """A step has ranges for its passes, layers, kernels and products, and they change no number."""
     device, nvtx = device_of(device_name, "fp32", 64, 2), Ranges()
     plain, batch = poisoned_model(device, 2, 20, recompute=2), pack_batch(*words(257, 2, 2, 20))
@@ -130,7 +130,8 @@ def profiler_ranges(device_name, folder):
         check(f"{name}: no graph", work.call_count == 3, work.call_count)
 
 
-def models_too_large(device_name, folder):
+@fast
+def test_models_too_large(device_name, folder):
     """A model that does not fit on the device is refused before anything is allocated, with the right advice."""
     device = device_of(device_name, "fp32", 64, 2)
     c = dataclasses.replace(SMALL, L=24)
@@ -185,7 +186,7 @@ def group(version, folder, limit, used, stat=STAT):
     return {f"{top}{folder}/{name}": f"{value}\n" for name, value in values}
 
 
-def memory_of_a_container(device_name, folder):
+def test_memory_of_a_container(device_name, folder):
     """The limit of a container, of a job within a group, and of `ulimit -v` count as the machine's memory does."""
     here_2, here_1 = {"proc/self/cgroup": "0::/\n"}, {"proc/self/cgroup": "5:cpu:/x\n4:memory,hugetlb:/docker/ab:c\n"}
     inner = {"proc/self/cgroup": "1:name=systemd:/job\n0::/job/step\n"}
@@ -226,7 +227,8 @@ def memory_of_a_container(device_name, folder):
     check(f"a process with ulimit -v {limit}", 2**29 < int(done.stdout or 0) < 2**30, done.stdout + done.stderr)
 
 
-def tensor_maps_of_a_gpu(device_name, folder):
+@fast
+def test_tensor_maps_of_a_gpu(device_name, folder):
     """cuTensorMapEncodeTiled gets the arguments that its documentation asks for, and its result goes to a kernel by
     value, which in CuPy is an array of one number. It is made once, and only where kernels.cu uses it."""
     asked = []
@@ -271,7 +273,8 @@ class Compiled(Exception):
     """Instead of compiling: (files, flags)."""
 
 
-def files_of_a_run(device_name, folder):
+@fast
+def test_files_of_a_run(device_name, folder):
     """A run asks the compiled module for every kernel of its files by name, so each has to be there after the
     preprocessor, on whatever GPU, with whatever heads."""
     def begin(self, dtype, c, beside=()):
@@ -308,7 +311,8 @@ def files_of_a_run(device_name, folder):
     check("all files were there", files == wish, files ^ wish)
 
 
-def faults_of_a_gpu(device_name, folder):
+@fast
+def test_faults_of_a_gpu(device_name, folder):
     """The error after a fault on the GPU names the kernel."""
     device = device_of(device_name, "fp32", 64, 2)
     two_token_files(folder)
@@ -328,10 +332,3 @@ def faults_of_a_gpu(device_name, folder):
           mock.patch.multiple(device, create=True, launch=launch, last_kernel=None, Fault=Broken)):
         check_refusal("GPU", r"the GPU stopped \(an illegal address\) at global_norm or before",
                       train_gpt2.main, [str(argument) for argument in arguments])
-
-
-TESTS = (steps_of_a_graph, late_reports, profiler_ranges, models_too_large, memory_of_a_container,
-         tensor_maps_of_a_gpu, files_of_a_run, faults_of_a_gpu)
-
-if __name__ == "__main__":
-    run_program(TESTS)

@@ -1,7 +1,5 @@
 """Test HellaSwag: the reader on files made by hand, and losses against NumPy.
 
-    python -m dev.tests.test_hellaswag
-
 NumPy takes the logits of each row by itself, without padding, and continues in float64. In one test the logits are
 PyTorch's.
 """
@@ -19,21 +17,20 @@ from dev.features.devices import make_device
 from dev.features.hellaswag_score import EVAL_FILE, Example, count_right, mean_losses, read_examples
 from dev.features.seams import GPT2
 from dev.llama3.train_llama3 import Llama3
-from dev.tests.checks import EXACT, check, check_refusal, header_refusal, run_program
-from dev.tests.models import DEBUG_STATE, FIXTURES, LIMITS, SMALL_MODEL, device_of, poisoned_model, read_debug_state
+from dev.tests.checks import EXACT, check, check_refusal, fast, header_refusal
+from dev.tests.models import FIXTURES, LIMITS, device_of, poisoned_model, read_debug_state
 from dev.tests.trainings import LENGTHS, call, file_of, random_examples
 from dev.tools.score import progress_line  # before NumPy: it sets how NumPy's threads wait
-from train_gpt2 import FileKind, to_float
+from train_gpt2 import to_float
 
-SMALL_MODEL[Llama3] = dict(V=257, L=2, NH=2, C=64, NKV=1)
-DEBUG_STATE[Llama3.Config] = FileKind("Llama 3 debug state", 20240803, (3,), "dev/bench/torch_reference.py writes one")
 DEVICE_SIZES = {GPT2: (64, 2), Llama3: (64, 2)}  # C and NH of these
 
 
 # ---- Reading
 
 
-def good_files(folder):
+@fast
+def test_good_files(folder):
     """The examples in a file are those that were written. Tokens up to V - 1, and rows of T - 1 tokens, are valid."""
     for name, examples in (("several", random_examples(257)), ("one", random_examples(257)[:1]),
                            ("of large ids", random_examples(50257)), ("START among tokens", [
@@ -55,7 +52,8 @@ def good_files(folder):
     check_refusal("Llama's words", "the model V = 128256 words of another vocabulary", read_examples, path, 128256)
 
 
-def bad_files(folder):
+@fast
+def test_bad_files(folder):
     """Each rule of the format, broken: the error is one line with the example and the byte."""
     # Example 0: numbers 512 to 529 of the file, counted as uint16. 1: from 530 on.
     examples = [Example(1, np.int32([7, 8]), [np.int32([n]) for n in range(4)]),
@@ -188,7 +186,8 @@ class Told:
         self.acts.losses = self.table[targets.reshape(-1)]
 
 
-def rules(folder):
+@fast
+def test_rules(folder):
     """Which completion is predicted, how losses are summed, and how rows are padded, with losses told in advance."""
     def example(label, *completions, context=(9,)):
         return Example(label, np.int32(context), [np.int32(completion) for completion in completions])
@@ -245,7 +244,7 @@ MISTAKES = [  # the error, and the flags
 ]
 
 
-def command_line(folder):
+def test_command_line(folder):
     """The program prints the score that is computed here, for both architectures. By default T is the next multiple of
     128, if the model has that many positions; a row of 128 tokens needs 256. Errors are one line."""
     os.chdir(folder)
@@ -271,17 +270,13 @@ def command_line(folder):
             check(f"score.py {stem}: {wish or line} {' '.join(flags)}", ok, "" if ok else repr(found))
 
 
-def all_small_models():
+def test_all_small_models():
     for architecture in (GPT2, Llama3):
         for dtype in ("fp32", "bf16"):
             for name, *rest in small_models(architecture, dtype):
                 yield f"{architecture.__name__} {dtype} {name}", *rest
 
 
-def all_pytorch_logits():
+def test_all_pytorch_logits():
     for stem, architecture in (("gpt2_tiny", GPT2), ("llama_gqa", Llama3)):
         yield from pytorch_logits(stem, architecture)
-
-
-if __name__ == "__main__":
-    run_program((good_files, bad_files, rules, all_small_models, all_pytorch_logits, command_line))

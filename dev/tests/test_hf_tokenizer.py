@@ -1,8 +1,5 @@
 """Test dev/tools/hf_tokenizer.py: a folder's tokenizer gives the same ids as tiktoken.
 
-    python -m dev.tests.test_hf_tokenizer
-    python -m dev.tests.test_hf_tokenizer --transformers    # also with transformers' own tokenizer
-
 If TIKTOKEN_CACHE_DIR names a folder with GPT-2's vocabulary, that is tested too.
 """
 import contextlib
@@ -16,7 +13,7 @@ from unittest import mock
 
 import numpy as np
 
-from dev.tests.checks import check, check_refusal, run_program
+from dev.tests.checks import check, check_refusal, fast
 from dev.tests.folders import BYTES, letters
 from dev.tests.models import FIXTURES
 from dev.tools import convert
@@ -86,7 +83,8 @@ def tokenizer_of(folder):
     return encode
 
 
-def tokenizers(folder):
+@fast
+def test_tokenizers(folder):
     """The files of a small vocabulary are those written by hand. With them, and with GPT-2's if it is here, texts get
     tiktoken's ids. A folder gets these files if it should."""
     (folder / "small").mkdir()
@@ -131,7 +129,7 @@ def tokenizers(folder):
           and made == ["config.json", "model.safetensors"], said.strip())
 
 
-def transformers_reads(folder):
+def test_transformers_reads(folder):
     """The tokenizer that transformers loads from a folder gives tiktoken's ids, and gives the text back."""
     from transformers import AutoTokenizer
 
@@ -146,7 +144,3 @@ def transformers_reads(folder):
         check(f"text of {text[:30]!r}", back == text, "" if back == text else repr(back))
     check("the tokenizer's sizes", (len(tokenizer), tokenizer.model_max_length, tokenizer.eos_token_id) == (
         50257, 40, 50256), (len(tokenizer), tokenizer.model_max_length, tokenizer.eos_token_id))
-
-
-if __name__ == "__main__":
-    run_program((tokenizers, transformers_reads))

@@ -1,21 +1,26 @@
-"""Test that attention as on a Hopper GPU has no races where a head's channels do not fill its boxes.
-
-    python -m dev.tests.test_hopper
-"""
+"""Test that attention as on a Hopper GPU has no races where a head's channels do not fill its boxes."""
 import functools
 import os
 from unittest import mock
+
+import pytest
 
 from dev.common.config import Config
 from dev.cpu import races
 from dev.cpu.device import Cpu, compiler_of
 from dev.lab.bench import Bench
 from dev.lab.ladder import find_ladder, parse_sizes
-from dev.tests.checks import check, refusal, run_program
+from dev.tests.checks import check, refusal
 from dev.tests.models import ATTENTION
 
 KERNELS = "attention_forward", "attention_backward"
 ONLY_CHANNELS = "c < HS; c += HEAD_LANES"  # of store_rows: zeros behind a head's channels stay in the tile
+
+
+@pytest.fixture(autouse=True)
+def race_finder():
+    if not races.finds_races(compiler_of()):
+        pytest.skip(f"{compiler_of()} cannot look for races")
 
 
 def checks(HS, names, only, Model=Config):
@@ -29,7 +34,7 @@ def checks(HS, names, only, Model=Config):
         yield name, functools.partial(bench.check, version, {})
 
 
-def heads_of_80_and_96(folder):
+def test_heads_of_80_and_96(folder):
     """There are none in heads of two boxes, the second with 16 or 32 channels."""
     for HS in (80, 96):
         for name, run in checks(HS, KERNELS, {*ATTENTION}):
@@ -40,7 +45,7 @@ def heads_of_80_and_96(folder):
                 check(f"{name}, HS={HS}", False, e)
 
 
-def stored_zeros(folder):
+def test_stored_zeros(folder):
     """There is one if whole boxes are stored."""
     text, path = Config.SOURCES[0].read_text("utf-8"), folder / "kernels.cu"
     check("one place", text.count(ONLY_CHANNELS) == 1)
@@ -49,10 +54,3 @@ def stored_zeros(folder):
     for name, run in checks(80, KERNELS[:1], {*KERNELS[:1]}, Faulty):
         found = refusal(run)
         check(f"{name} stores whole boxes", found and "has a race on out[" in found, found)
-
-
-if __name__ == "__main__":
-    can = races.finds_races(compiler_of())
-    if not can:
-        print(f"skipped: {compiler_of()} cannot look for races")
-    run_program((heads_of_80_and_96, stored_zeros) * can)

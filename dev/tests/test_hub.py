@@ -1,7 +1,5 @@
 """Test downloads from the hub: FineWeb's shards from it, and what dev/data/hub.py says when it fails.
 
-    python -m dev.tests.test_hub
-
 The hub is on this machine: see dev/tests/fake_hub.py. This needs huggingface_hub and pyarrow.
 """
 import itertools
@@ -10,14 +8,22 @@ import signal
 import sys
 from unittest import mock
 
+import pytest
+
 from dev.data import fineweb, hub
-from dev.tests.checks import check, check_refusal, run_program
+from dev.tests.checks import check, check_refusal
 from dev.tests.documents import command, contents, in_process, some_texts, stream_of, write_texts
 from dev.tests.fake_hub import Hub, a_hub, downloaded, hub_set, serve
 from dev.tests.test_fineweb import shards_of
 
 
-def hub_shards(folder):
+@pytest.fixture(autouse=True, scope="module")
+def a_hub_here():
+    with a_hub():
+        yield
+
+
+def test_hub_shards(folder):
     """Both datasets from a hub, whose files change later, with a program that is killed again and again."""
     for kind, repo, name in (("edu", "HuggingFaceFW/fineweb-edu", "edu_fineweb"),
                              ("classic", "HuggingFaceFW/fineweb", "fineweb")):
@@ -45,7 +51,7 @@ def hub_shards(folder):
     check("at most two of the hub's files lie here", most in (1, 2), most)
 
 
-def hub_troubles(folder):
+def test_hub_troubles(folder):
     """Each failure is reported in one line. A transfer that stops is tried again."""
     repo, name, content = "HuggingFaceFW/fineweb", "sample/10BT/000_00000.parquet", bytes(range(256)) * 9
     for trouble, wish in (("404", r"the hub has no such thing \(404\): see its page"),
@@ -78,8 +84,3 @@ def hub_troubles(folder):
         check("the hub, a folder that was there: as it was", {p.name for p in out.iterdir()} == {*found})
     with mock.patch.dict(sys.modules, {"huggingface_hub": None}):
         check_refusal("the hub", "huggingface_hub is missing .*pip install", hub.download, repo, name)
-
-
-if __name__ == "__main__":
-    with a_hub():
-        run_program((hub_shards, hub_troubles))

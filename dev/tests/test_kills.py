@@ -1,8 +1,6 @@
 """Test runs that end early, by a kill, a signal or a full disk: each leaves a checkpoint that resumes.
 
-    python -m dev.tests.test_kills                  # on the CPU, and on a GPU if there is one
-    python -m dev.tests.test_kills --device cpu     # only on this one
-    python -m dev.tests.test_kills --kills 200      # more kills than the usual 8
+    pytest dev/tests/test_kills.py --kills 200      # more kills than the usual 8
 """
 import contextlib
 import io
@@ -17,13 +15,25 @@ import time
 from types import SimpleNamespace
 from unittest import mock
 
+import pytest
+
 from dev.features import order
 from dev.features.checkpoints import background_writer
 from dev.features.checkpoints.main_log import MainLog
 from dev.features.late_reports import LateReports
 from dev.features.seams import GPT2, Training
-from dev.tests.checks import EXACT, check, run_program
+from dev.tests.checks import EXACT, check
 from dev.tests.trainings import bytes_of, call, command, same, token_files, train, whole_ones, without
+
+
+@pytest.fixture
+def kills(pytestconfig):
+    return pytestconfig.option.kills or 8
+
+
+@pytest.fixture(autouse=True)
+def data(folder):
+    token_files(folder)
 
 
 class Late(LateReports, Training):
@@ -40,7 +50,7 @@ def wait_for(lines, begin):
     return next((line for line in lines if line.startswith(begin)), None)
 
 
-def killed_runs(device_name, folder, kills):
+def test_killed_runs(device_name, folder, kills):
     """A run that is killed at random moments, and resumed each time, ends with the same bytes."""
     flags, steps = ("-x", 40, "-n", 1, "-nk", 2, "--dtype", "fp32"), 40
     whole, output, chance = folder / "whole", folder / "killed", random.Random(1)
@@ -70,7 +80,7 @@ def killed_runs(device_name, folder, kills):
     check("a fourth of the kills came while a file was being written", writing >= kills // 4, f"{writing} of {killed}")
 
 
-def signals(device_name, folder):
+def test_signals(device_name, folder):
     """SIGTERM and Ctrl-C end a run after its step, with a checkpoint that resumes. A second Ctrl-C ends it at once."""
     flags, whole = ("-x", 60, "-v", 0, "-s", 0, "-n", 60), folder / "whole"
     train(device_name, folder, whole, *flags)
@@ -109,7 +119,7 @@ def signals(device_name, folder):
     check("Ctrl-C twice: no checkpoint", whole_ones(output) == [])
 
 
-def full_disks(device_name, folder):
+def test_full_disks(device_name, folder):
     """A full disk is reported, leaves the last complete checkpoint, and does not end the training."""
     output, enough = folder / "full", folder / "enough"
     train(device_name, folder, enough)
@@ -159,7 +169,7 @@ def full_disks(device_name, folder):
     yield "which is said once", said.getvalue().count("WARNING: main.log could not be written"), 1, EXACT
 
 
-def writer_that_fails(device_name, folder):
+def test_writer_that_fails(device_name, folder):
     """An exception in the writer's thread is reported like a full disk, and the training goes on."""
     real = background_writer.replace_file
 
@@ -174,7 +184,7 @@ def writer_that_fails(device_name, folder):
     check("a crash of the writer is seen", ok, text[-300:] + error)
 
 
-def stopped_at_once(folder):
+def test_stopped_at_once(folder):
     """A signal ends a run after its step, whenever it comes: without another validation or sample, with a checkpoint
     that has this step's weights, and after the lines of all steps. So it does where lines are late, as on a GPU."""
     flags, handlers = ("-x", 6, "-n", 0, "-s", 1, "-g", 2, "-v", 1), [signal.getsignal(n) for n in (2, 15)]
@@ -215,7 +225,3 @@ def stopped_at_once(folder):
                     train("cpu", folder, output, *flags, "-y", 1)
                 check(f"{output.name}: its end", (output / "model_00000006.bin").read_bytes() == weights)
                 check(f"{output.name}: handlers", [signal.getsignal(n) for n in (2, 15)] == handlers)
-
-
-if __name__ == "__main__":
-    run_program((signals, stopped_at_once, full_disks, writer_that_fails, killed_runs), token_files, kills=8)

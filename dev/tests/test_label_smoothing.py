@@ -1,8 +1,4 @@
-"""Test label smoothing, --label-smoothing, against its formula in float64.
-
-    python -m dev.tests.test_label_smoothing                  # on the CPU, and on a GPU too if there is one
-    python -m dev.tests.test_label_smoothing --device cpu     # only on this one
-"""
+"""Test label smoothing, --label-smoothing, against its formula in float64."""
 import functools
 import itertools
 from pathlib import Path
@@ -17,9 +13,9 @@ from dev.features.label_smoothing import SOURCE
 from dev.features.seams import GPT2
 from dev.lab.formulas import cross_entropy
 from dev.lab.ladder import f32
-from dev.tests.checks import TINY, check, finite_difference, normal, run_program, words
+from dev.tests.checks import TINY, check, finite_difference, normal, words
 from dev.tests.models import gradients, in_each_order, model_class, on_device
-from dev.tests.trainings import call, token_files
+from dev.tests.trainings import call, check_resumed, token_files
 from train_gpt2 import to_float
 
 TOP = Path(__file__).resolve().parents[2]
@@ -43,7 +39,7 @@ def smoothed(E, targets, x):
     return -(t * logs).sum(axis=1), np.exp(logs) - t
 
 
-def formula():
+def test_formula():
     """The formula's gradient against finite differences; without smoothing it gives the usual loss."""
     targets = words(11, 5)
     for E in (0, 0.1, 0.7):
@@ -54,7 +50,7 @@ def formula():
     yield "E=0", smoothed(0, targets, x)[0], cross_entropy(targets, x), 1e-14
 
 
-def kernel(device_name):
+def test_kernel(device_name):
     """Losses and gradients of ordinary logits, of rows that are almost certain (and right, or wrong), and of rows far
     from 0. The padding is NaN before and 0 after. The threads of a block run in several orders."""
     def work(device, logits, losses, *args):
@@ -86,7 +82,7 @@ def kernel(device_name):
                 check(f"{name} padding", not to_float(found)[:, V:].any())
 
 
-def model(device_name):
+def test_model(device_name):
     """The model's gradients are those of the smoothed loss of all micro-batches together, and forward() returns the
     usual loss."""
     c, (B, T), E, device = Config(**SIZES), (2, 6), 0.3, device_for(device_name, "fp32")
@@ -120,7 +116,7 @@ def model(device_name):
     yield "the gradient's norm, by finite differences", size, difference, 1e-3
 
 
-def command_line(device_name, folder):
+def test_command_line(device_name, folder):
     """In FP8, with recompute and micro-batches: a stopped run that resumes, with the flag restored from its folder,
     ends with the same bytes. Without the flag, the first step has another loss, and the validation before it the same.
     """
@@ -134,21 +130,13 @@ def command_line(device_name, folder):
             raise AssertionError(error)
         return text
 
-    whole, stopped, E = folder / "whole", folder / "stopped", ("--label-smoothing", 0.5)
+    whole, E = folder / "whole", ("--label-smoothing", 0.5)
     text = train("-x", 4, "-o", whole, "-n", 2, *E)
-    train("-x", 2, "-o", stopped, "-n", 2, *E)
-    again = train("-x", 4, "-o", stopped, "-y", 1)
+    _, again = check_resumed("smoothed", whole, lambda copy: train("-x", 4, "-o", copy, "-y", 1), 4)
     check("no warning of another flag", "--label-smoothing" not in again, again)
-    for name in ("model_00000004.bin", "state_00000004_00000.bin", "main.log"):
-        check(f"{name} is that of a run without a stop",
-              (whole / name).read_bytes() == (stopped / name).read_bytes())
     plain = train("-x", 1)
     first, last = ([next(line for line in output.splitlines() if line.startswith(what)) for output in (text, plain)]
                    for what in ("val loss", "step    1/"))
     check("the same validation before the first step", first[0] == first[1], first)
     losses = [float(line.split()[4]) for line in last]
     check("another loss of the first step", abs(losses[0] - losses[1]) > 1e-4, losses)
-
-
-if __name__ == "__main__":
-    run_program((formula, kernel, model, command_line))

@@ -1,9 +1,7 @@
 """Test kernels on arrays of more than 2^31 numbers, where an index of 32 bits would be negative. This takes a GPU.
 
-    python -m dev.tests.test_large                      # a test needs up to 40 GiB
-    python -m dev.tests.test_large --only attention
-    python -m dev.tests.test_large --planted            # with such an index in a kernel each test has to fail
-    python -m dev.tests.test_large --device cpu --numbers 200000    # small arrays, to debug the tests themselves
+    pytest dev/tests/test_large.py -m longest       # with such an index in a kernel each test has to fail
+    pytest dev/tests/test_large.py --device cpu --numbers 200000   # small arrays, to debug the tests
 
 A kernel runs over all rows, and then over a few by themselves: the first, those around number 2^31, and the last. The
 few come out with the same bits. Sums over all rows are compared with sums in float64.
@@ -20,6 +18,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
+import pytest
 
 from dev.common.config import Config
 from dev.features.devices import device_class
@@ -27,7 +26,7 @@ from dev.features.fused_biases import SOURCE, with_summed_outputs
 from dev.features.order import has_gpu
 from dev.features.recompute import SOURCE as RECOMPUTE
 from dev.lab.heads import trainers_backward, trainers_forward
-from dev.tests.checks import TOP, check, run_program, summary
+from dev.tests.checks import TOP, check
 from train_gpt2 import (ADAMW, BF16, LOW, PARTIAL_ROWS, batch_table, carve, classifier_launch,
                         layernorm_backward_launch, pack_batch, to_float)
 
@@ -52,6 +51,16 @@ PLANTED = (  # (test, a line's text in kernels.cu, the same with an index of 32 
     ("bias_backward", "dout + (size_t)first * OC", "dout + first * OC"),
     ("global_norm", "load<4>(grads + i)", "load<4>(grads + (int)i)"),
     ("adamw", "load<W>(m + i), m2", "load<W>(m + (int)i), m2"))
+
+
+@pytest.fixture
+def numbers(pytestconfig):
+    return pytestconfig.option.numbers
+
+
+@pytest.fixture
+def plant(pytestconfig):
+    return pytestconfig.option.plant
 
 
 @functools.cache
@@ -144,15 +153,14 @@ def large(needed):
         @functools.wraps(test)
         def run(device_name, numbers, plant):
             if device_name == "cpu" and not numbers:
-                return print(f"skipped: {test.__name__} needs a GPU with {needed} GiB")
+                pytest.skip(f"needs a GPU with {needed} GiB")
             for dtype in DTYPES[: 1 if plant >= 0 else 2]:
                 device = device_for(device_name, dtype, plant)
                 if device_name == "cuda" and not numbers:
                     device.cupy.get_default_memory_pool().free_all_blocks()
                     free = device.gpu.mem_info[0] / 2**30
                     if free < needed:
-                        print(f"skipped: {test.__name__} in {dtype} needs {needed} GiB, and {free:.0f} are free")
-                        continue
+                        pytest.skip(f"{dtype} needs {needed} GiB, and {free:.0f} are free")
                 test(device, dtype, numbers or NUMBERS)
                 gc.collect()
         del run.__wrapped__  # whose parameters are others
@@ -161,7 +169,7 @@ def large(needed):
 
 
 @large(32)
-def attention(device, dtype, numbers):
+def test_attention(device, dtype, numbers):
     """A row is a sequence, so the arrays have B * T * 3C numbers."""
     real, tokens = device.real, T if numbers == NUMBERS else 70
     heads, blocks = NH * tokens, -(-tokens // device.attention_sizes.rows)
@@ -193,7 +201,7 @@ def attention(device, dtype, numbers):
 
 
 @large(25)
-def classifier(device, dtype, numbers):
+def test_classifier(device, dtype, numbers):
     """8,192 rows of 262,144 logits are exactly 2^31, so there are some more."""
     Vp = 262_144 if numbers == NUMBERS else 1_024
     V = Vp - 44
@@ -219,7 +227,7 @@ def vectors(rows, *names):
 
 
 @large(40)
-def layernorm_forward(device, dtype, numbers):
+def test_layernorm_forward(device, dtype, numbers):
     real, one = device.real, (1, np.float32)
     rows = Rows(device, numbers, 64, dict(x=(C, np.float32), branch=(C, real)),
                 dict(out=(C, real), copy=(C, real), mean=one, rstd=one))
@@ -229,7 +237,7 @@ def layernorm_forward(device, dtype, numbers):
 
 
 @large(20)
-def layernorm_again(device, dtype, numbers):
+def test_layernorm_again(device, dtype, numbers):
     real, one = device.real, (1, np.float32)
     rows = Rows(device, numbers, 64, dict(inp=(C, real), mean=one, rstd=one), dict(out=(C, real)))
     weight, bias = vectors(rows, "weight", "bias")
@@ -238,7 +246,7 @@ def layernorm_again(device, dtype, numbers):
 
 
 @large(30)
-def layernorm_backward(device, dtype, numbers):
+def test_layernorm_backward(device, dtype, numbers):
     real, one = device.real, (1, np.float32)
     rows = Rows(device, numbers, 64, dict(dx=(C, real), dout=(C, real), inp=(C, real), mean=one, rstd=one), {})
     [weight], partials, kept = vectors(rows, "weight"), rows.new(3 * PARTIAL_ROWS * C), []
@@ -259,7 +267,7 @@ def layernorm_backward(device, dtype, numbers):
 
 
 @large(30)
-def gelu(device, dtype, numbers):
+def test_gelu(device, dtype, numbers):
     OC = 4 * C
     rows = Rows(device, numbers, 64, dict(inp=(OC, device.real), dinp=(OC, device.real)), dict(out=(OC, device.real)))
 
@@ -271,7 +279,7 @@ def gelu(device, dtype, numbers):
 
 
 @large(25)
-def encoder_forward(device, dtype, numbers):
+def test_encoder_forward(device, dtype, numbers):
     """The words are as many as the tokens, and come in reverse: wte is large, too."""
     rows, few = Rows(device, numbers, 64, dict(wte=(C, device.real)), dict(out=(C, np.float32))), 64
     wte, wpe = rows.arrays.pop("wte"), rows.new(few, C, dtype=device.real)
@@ -283,7 +291,7 @@ def encoder_forward(device, dtype, numbers):
 
 
 @large(15)
-def encoder_backward(device, dtype, numbers):
+def test_encoder_backward(device, dtype, numbers):
     rows, few, V = Rows(device, numbers, 64, dict(dout=(C, device.real)), {}), 64, 50
     dout, tokens = rows.arrays["dout"], np.random.default_rng(1).integers(V, size=(rows.N // few, few), dtype=np.int32)
     data, _ = pack_batch(tokens, tokens)
@@ -306,7 +314,7 @@ def encoder_backward(device, dtype, numbers):
 
 
 @large(15)
-def bias_backward(device, dtype, numbers):
+def test_bias_backward(device, dtype, numbers):
     OC, shares = 4 * C, 64
     rows = Rows(device, numbers, 64, dict(dout=(OC, device.real)), {})
     partials = rows.new(shares, OC)
@@ -318,7 +326,7 @@ def bias_backward(device, dtype, numbers):
 
 
 @large(15)
-def global_norm(device, dtype, numbers):
+def test_global_norm(device, dtype, numbers):
     rows = Rows(device, numbers, 64, dict(grads=(C, np.float32)), {})
     blocks, norm, grads = 8 * device.multiprocessors, rows.new(2 + 8 * device.multiprocessors), rows.arrays["grads"]
     norm[...] = 0
@@ -330,7 +338,7 @@ def global_norm(device, dtype, numbers):
 
 
 @large(40)
-def adamw(device, dtype, numbers):
+def test_adamw(device, dtype, numbers):
     """All in one tensor, which decays."""
     low = dict(low=(C, LOW)) if dtype == "bf16" else {}
     rows = Rows(device, numbers, 64, dict(params=(C, device.real), **low, grads=(C, np.float32), m=(C, np.float32),
@@ -353,7 +361,7 @@ def adamw(device, dtype, numbers):
     rows.check(f"adamw {dtype}", launch, ["params", *low, "m", "v"])
 
 
-def planted_faults(device_name):
+def test_planted_faults(device_name):
     """kernels.cu still has the lines of PLANTED."""
     text = Config.SOURCES[0].read_text("utf-8")
     for test, right, wrong in PLANTED:
@@ -361,27 +369,20 @@ def planted_faults(device_name):
         check(f"{test}: {wrong!r} is not there", text.count(wrong) == 0)
 
 
-TESTS = (planted_faults, attention, classifier, layernorm_forward, layernorm_again, layernorm_backward, gelu,
-         encoder_forward, encoder_backward, bias_backward, global_norm, adamw)
-
-
 def run_planted(i):
     """Run the test of fault i in a process of its own, since a GPU that read a wrong address takes no further work."""
-    return subprocess.run([sys.executable, "-m", "dev.tests.test_large", "--device", "cuda", "--only", PLANTED[i][0],
-                           "--plant", str(i)], cwd=TOP, capture_output=True, text=True)
+    test = f"dev/tests/test_large.py::test_{PLANTED[i][0]}"
+    return subprocess.run([sys.executable, "-m", "pytest", test, "--device", "cuda", "--plant", str(i)], cwd=TOP,
+                          capture_output=True, text=True)
 
 
-def all_planted():
-    """Check that each test fails with its fault."""
+@pytest.mark.longest
+def test_all_planted():
+    """Each test fails with its fault."""
+    if not has_gpu():
+        pytest.skip("needs a GPU with 40 GiB")
     with ThreadPoolExecutor(3) as pool:
         for (test, right, _), done in zip(PLANTED, pool.map(run_planted, range(len(PLANTED)))):
             failed = [line for line in done.stdout.splitlines() if line.startswith("FAIL")]
             check(f"planted in {test}: {right[:40]!r}", done.returncode == 1 and failed,
                   failed[:1] or done.stdout[-300:] + done.stderr[-300:])
-
-
-if __name__ == "__main__":
-    if "--planted" in sys.argv:
-        all_planted()
-        sys.exit(summary())
-    run_program(TESTS, fits=lambda name: name == "cuda" or not has_gpu() or "--device" in sys.argv, numbers=0, plant=-1)

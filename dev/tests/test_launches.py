@@ -1,7 +1,4 @@
-"""Test what decides whether a GPU that is not here can run a training step, and programs that run as on such a GPU.
-
-    python -m dev.tests.test_launches
-"""
+"""Test what decides whether a GPU that is not here can run a training step, and programs that run as on such a GPU."""
 import contextlib
 import dataclasses
 import re
@@ -9,6 +6,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
+import pytest
 
 import train_gpt2
 from dev.bench import launches
@@ -25,7 +23,7 @@ from dev.lab.bench import Bench
 from dev.lab.ladder import find_ladder, parse_sizes
 from dev.llama3.train_llama3 import META, Config3, Llama3
 from dev.tests import capped
-from dev.tests.checks import EXACT, check, check_refusal, run_program
+from dev.tests.checks import EXACT, check, check_refusal
 from dev.tests.models import device_of
 
 # As kernels.cu has them for heads of 64 channels in bf16
@@ -43,7 +41,7 @@ def of_step(c, capability="8.6", arrays=ARRAYS, summed=False, **sizes):
     return launches_of(capability, "bf16", dataclasses.replace(c, L=1), arrays, Model, **sizes)
 
 
-def arrays_suffice(device_name):
+def test_arrays_suffice(device_name):
     """In every model kernels get arrays as large as they take for granted, with few multiprocessors and with many."""
     gpus = "8.9", "10.0"
     for c, summed in (*((c, False) for c in MODELS), *((c, True) for c in MODELS if not isinstance(c, Config3))):
@@ -63,7 +61,7 @@ def arrays_suffice(device_name):
     check("adamw's bisection finds every tensor, with --zero and tails too", most_tensors() == 32, most_tensors())
 
 
-def arrays_too_small(device_name):
+def test_arrays_too_small(device_name):
     """Each kernel that would write beyond an array, or read beyond it, is named."""
     def less(table, wanted, parts):
         """A table with a part of a row's numbers."""
@@ -96,12 +94,12 @@ def arrays_too_small(device_name):
         check(f"{what}: {wish}", named == sorted(wish.split()), faults)
 
 
-def tiles_of_32_rows(device_name):
+def test_tiles_of_32_rows(device_name):
     """kernels.cu does not compile with tiles that need more sums than the host allocates. And sizes that a file has for
     the host are read from what NVRTC makes of it."""
     text = Config.SOURCES[0].read_text("utf-8").replace("HOPPER && HP == 128 ? 8 : 4;", "2;")
     if not has_nvrtc():
-        return print("skipped: tiles of 32 rows needs NVRTC, which is not installed")
+        pytest.skip("tiles of 32 rows needs NVRTC, which is not installed")
     try:
         compile_cuda(text + SOURCE.read_text("utf-8"), "sm_86", [
             "-std=c++17", "-DFP32", *Config().switches(), *output_switches(OUTPUT)])
@@ -122,11 +120,11 @@ REFUSED = {("fp32", 4160, 65): {"7.5"}, ("fp32", 5120, 40): {"7.5", *SMALL}, ("f
            ("bf16", 2048, 8): set(), ("bf16", 2560, 8): SMALL, ("bf16", 19328, 302): {*GPUS} - {"7.5"}}
 
 
-def wide_models(device_name):
+def test_wide_models(device_name):
     """A model with long rows or wide heads runs on a GPU, or is refused before anything is allocated, in a line that
     says which size and which GPU."""
     if not has_nvrtc():
-        return print("skipped: wide models need NVRTC, which is not installed")
+        pytest.skip("wide models need NVRTC, which is not installed")
     for (dtype, C, NH), gpus in REFUSED.items():
         c, known = Config(L=1, C=C, NH=NH), {}
         for capability in [*GPUS] if "7.5" in gpus else [*GPUS][1:]:
@@ -150,7 +148,7 @@ def wide_models(device_name):
         check_refusal("without dev/", "C=5120.* 122,880 bytes of shared memory, and RTX 3060", alone.prepare)
 
 
-def wide_heads(device_name):
+def test_wide_heads(device_name):
     """Attention with heads of 256 channels, whose tiles fill a block's shared memory on an RTX 3060, is right."""
     only = {"attention_forward", "attention_backward_q", "attention_backward_kv", "add_partials"}
     device = Cpu("bf16", Config(C=512, NH=2), only=only) if device_name == "cpu" else device_of("cuda", "bf16", 512, 2)
@@ -161,7 +159,7 @@ def wide_heads(device_name):
         check(f"{name}, heads of 256 channels", found.place is None, found)
 
 
-def many_words(device_name):
+def test_many_words(device_name):
     """In FP8 a vocabulary of nine million words fits the grids."""
     for c in (Config(L=1, NH=1, C=64, V=9_000_000, Vp=9_000_064), Config(L=1, NH=1, C=64)):
         sizes = dict(B=1, T=64, beside=[SOURCE, FP8])
@@ -173,7 +171,7 @@ def many_words(device_name):
         check(f"V={c.V}: grids", not faults, faults)
 
 
-def launches_that_fail(device_name):
+def test_launches_that_fail(device_name):
     """A launch is refused for its shared memory, registers, threads or grid, and passes just below."""
     fits, limit = Launch("f", (1,), 1024, 98 * 1024), GPUS["8.6"].of_block
     check("99 KB are there", limit == 101376)
@@ -195,7 +193,7 @@ def launches_that_fail(device_name):
     yield "16 blocks", blocks_that_fit(GPUS["8.6"], Used(32, 0, 0), 32), 16, EXACT
 
 
-def as_on_another_gpu(device_name):
+def test_as_on_another_gpu(device_name):
     """capped.py: the host reads the table's figures, kernels are compiled to PTX, and launches are checked."""
     class Device:
         compute_capability, attributes = "90", {"ClockRate": 1, "MultiProcessorCount": 132}
@@ -233,10 +231,3 @@ def as_on_another_gpu(device_name):
     check_refusal("too much", "f: a block needs 101,377 bytes of shared memory, and the RTX 3060 has 101,376",
                   function, (1,), (32,), (), 100353)
     check_refusal("unknown", "5.0: expected a compute capability: 7.5 .T4., 8.0", capped.capped, "5.0")
-
-
-TESTS = (arrays_suffice, arrays_too_small, tiles_of_32_rows, wide_models, wide_heads, many_words,
-         launches_that_fail, as_on_another_gpu)
-
-if __name__ == "__main__":
-    run_program(TESTS)

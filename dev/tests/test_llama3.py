@@ -1,41 +1,39 @@
 """Test llama3.cu and train_llama3.py against formulas in NumPy and tensors dumped from PyTorch.
 
-    python -m dev.tests.test_llama3                                  # all, on the CPU, and on a GPU if there is one
-    python -m dev.tests.test_llama3 --checkpoint FILE --state FILE   # only this dump, of dev/bench/torch_reference.py
-    python -m dev.tests.test_llama3 --kernels                        # only the kernels, for a sanitizer
-    python -m dev.tests.test_llama3 --only rope_forward              # only one of them, for a debugger
+    pytest dev/tests/test_llama3.py                               # on the CPU, and on a GPU if there is one
+    pytest dev/tests/test_llama3.py -k bf16                       # in one dtype
+    pytest dev/tests/test_llama3.py -k model --checkpoint FILE --state FILE   # a dump of dev/bench/torch_reference.py
+    python -m dev.lab rope_forward --check                        # only one kernel, for a debugger
 
-It prints a line for each check, and then `N passed, N failed`. The exit status is 1 if any failed. The flags, the
-limits, and the way that kernels are tested are those of test_gpt2.py, which tests the kernels of kernels.cu.
+The limits, and the way that kernels are tested, are those of test_gpt2.py, which tests the kernels of kernels.cu.
 """
 import contextlib
 import dataclasses
 import functools
 import os
 import re
-import sys
-import tempfile
-from pathlib import Path
 
 import numpy as np  # after prepro_tinyshakespeare, which sets how its threads wait
+import pytest
 
 from dev.common.config import Config, draw_parameters, read_parameters
 from dev.lab.formulas import drmsnorm, dswiglu, rmsnorm, swiglu
 from dev.lab.ladder import stored
 from dev.llama3.train_llama3 import Config3, Llama3
-from dev.tests.checks import (EXACT, TINY, check, check_refusal, finite_difference, header_refusal, normal, numbers_of,
-                              run, summary)
-from dev.tests.models import (DEBUG_STATE, FIXTURES, SMALL_MODEL, check_dump, check_kernels, check_launched, device_of,
-                              dtypes_of, each_device, each_kind, read_flags, write_checkpoint)
+from dev.tests.checks import (EXACT, TINY, check, check_refusal, fast, finite_difference,
+                              header_refusal, normal, numbers_of)
+from dev.tests.models import (FIXTURES, LIMITS, check_dump, check_kernels, check_launched,
+                              device_of, dtypes_of, write_checkpoint)
 from dev.tests.steps import check_steps
 from dev.tests.trainings import LLAMA, call, two_token_files
-from prepro_tinyshakespeare import UserError, write_tokens
-from train_gpt2 import BF16, FileKind, to_float
+from prepro_tinyshakespeare import write_tokens
+from train_gpt2 import BF16, to_float
 
 # ---- Gradients and kernels
 
 
-def finite_differences():
+@fast
+def test_finite_differences():
     yield finite_difference("rmsnorm", *(functools.partial(f, 0.1) for f in (rmsnorm, drmsnorm)), normal(5, 32),
                             normal(32))
     yield finite_difference("swiglu", swiglu, dswiglu, 3 * normal(5, 64))
@@ -50,23 +48,34 @@ COMPILED_FOR = (64, 2), (32, 16), (96, 16), (768, 24), (1600, 25), (2112, 33), (
 
 # ---- The whole model against dumps, and its steps
 
-DEBUG_STATE[Config3] = FileKind("Llama 3 debug state", 20240803, (3,), "dev/bench/torch_reference.py writes one")
-SMALL_MODEL[Llama3] = dict(V=257, L=2, NH=2, C=64, NKV=1)
 GQA, TIED = FIXTURES / "llama_gqa.bin", FIXTURES / "llama_tied.bin"
 
 
-def test_models(device_name, dtype, plain):
-    """The dumps that are here, and steps of a small model."""
-    for checkpoint in (GQA, TIED):
-        state = checkpoint.with_name(f"{checkpoint.stem}_debug_state.bin")
-        check_dump((device_name, dtype, plain, Llama3), checkpoint, state, fp32_bound=1e-5)
-    check_steps(device_name, dtype, plain, Llama3)
+@pytest.mark.parametrize("dtype", LIMITS)
+def test_model(device_name, dtype, pytestconfig):
+    """Each kernel, the dumps that are here, and steps of a small model."""
+    if dtype not in dtypes_of(device_name):
+        pytest.skip(f"this GPU has no {dtype}")
+    state = pytestconfig.option.state
+    if not state:
+        check_kernels(device_name, dtype, KERNELS, COMPILED_FOR, architecture=Llama3)
+    for plain in (1, 0) if device_name == "cuda" else (1,):
+        where = device_name, dtype, plain, Llama3
+        if state:
+            check_dump(where, pytestconfig.option.checkpoint, state)
+            continue
+        for checkpoint in (GQA, TIED):
+            check_dump(where, checkpoint, checkpoint.with_name(f"{checkpoint.stem}_debug_state.bin"), fp32_bound=1e-5)
+        check_steps(*where)
+    if not state:
+        check_launched(Config3.SOURCES[1:])
 
 
 # ---- Sizes, files, refusals, the command line
 
 
-def sizes(device_name, folder):
+@fast
+def test_sizes(device_name, folder):
     """The numbers of parameters are Meta's or, for small models, were counted by hand."""
     for name, H, count in (("llama3.1:8B", 14336, 8030261248), ("llama3.2:3B", 8192, 3212749824),
                            ("llama3.2:1B", 8192, 1235814400), ("llama3:d12", 2048, 114150144),
@@ -103,7 +112,7 @@ def format_a(c, tensors):
     return ints.tobytes() + b"".join(np.float32(tensors[x] if isinstance(x, str) else x).tobytes() for x in names)
 
 
-def files(device_name, folder):
+def test_files(device_name, folder):
     """Tensors come back as they were written, in both formats, and memory adds nothing but the padding."""
     path, copy = folder / "model.bin", folder / "copy.bin"
     for tied in (False, True):
@@ -146,7 +155,8 @@ def files(device_name, folder):
     check_refusal("for GPT-2", header_refusal((20240803, 3), Config.FILE), Config.from_file, GQA)
 
 
-def bad_files(device_name, folder):
+@fast
+def test_bad_files(device_name, folder):
     """Each change to a good file is refused in one line that says what is wrong."""
     path, whole = folder / "file.bin", np.frombuffer(GQA.read_bytes(), "<i4")
     bias = 512 + 2 * 331 * 96 + 2 * 96 + 5  # the index of one of ln1b's numbers, from the start of the file
@@ -171,7 +181,7 @@ def bad_files(device_name, folder):
         check_refusal("descriptor", f"-e {name}: expected .*llama3.2:1B.*llama3:d12", Config3.from_descriptor, name)
 
 
-def command_line(device_name, folder):
+def test_command_line(device_name, folder):
     """Two runs of train_llama3.py give the same bits, and other ways of computing nearly the same. A mistake is
     reported in one line."""
     two_token_files(folder)
@@ -203,34 +213,3 @@ def command_line(device_name, folder):
     c = Config3.from_file(GQA)
     for name, *_ in others:
         yield f"{name}", *(numbers_of(read_parameters(result(x), c)) for x in (name, "fp32_1")), 5e-4
-
-
-# ---- The program
-
-
-def main():
-    flags = read_flags("Compare llama3.cu and train_llama3.py with independent truths.", KERNELS)
-    everything = not (flags.kernels or flags.only or flags.state)
-    if everything:
-        run("gradient of", finite_differences)
-    for name, dtype in each_device(flags):
-        if not flags.state:
-            check_kernels(name, dtype, KERNELS, COMPILED_FOR, flags.only, Llama3)
-        for plain in each_kind(flags, name, dtype) if not (flags.kernels or flags.only) else ():
-            if flags.state:
-                check_dump((name, dtype, plain, Llama3), flags.checkpoint, flags.state, flags.attention)
-            else:
-                test_models(name, dtype, plain)
-    if everything and flags.dtype in (None, "fp32"):
-        check_launched(Config3.SOURCES[1:])
-    for test in (sizes, files, bad_files, command_line) if everything else ():
-        with tempfile.TemporaryDirectory() as folder:
-            run(test.__name__.replace("_", " ") + ":", test, name, Path(folder))
-    return summary()
-
-
-if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except UserError as e:
-        sys.exit(f"error: {e}")

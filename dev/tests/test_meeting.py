@@ -1,7 +1,5 @@
 """Test how ranks find each other, speak, and notice that one is gone: without a trainer, MPI or a GPU.
 
-    python -m dev.tests.test_meeting
-
 Meetings are held in threads of this process, or, where one may kill another, in small processes. A stranger knows the
 protocol from dev/features/ranks/meeting.py's first lines alone. Jobs of the trainer itself are in
 dev/tests/test_rank_jobs.py.
@@ -22,14 +20,26 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
 
+import pytest
+
 from dev.features.ranks.environment import launched
 from dev.features.ranks.meeting import Meeting, Point, first_host
-from dev.tests.checks import check, check_refusal, run_program
+from dev.tests.checks import check, check_refusal, fast
 
 TOP = Path(__file__).resolve().parents[2]
 
 
-def what_launchers_say():
+@pytest.fixture(autouse=True, scope="module")
+def an_end():
+    signal.alarm(150)  # if ranks in threads wait for each other, nothing else ends them
+    yield
+    signal.alarm(0)
+    for job in started:
+        job.kill()
+
+
+@fast
+def test_what_launchers_say():
     """Their variables, alone and within each other; and lists of hosts as Slurm writes them."""
     ompi = {f"OMPI_COMM_WORLD_{name}": str(i) for i, name in enumerate(("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"), 4)}
     torchrun = dict(RANK="3", WORLD_SIZE="16", LOCAL_RANK="1", LOCAL_WORLD_SIZE="8")
@@ -52,7 +62,8 @@ def what_launchers_say():
         check(f"the first of {nodes!r}", first_host(nodes) == wish, first_host(nodes))
 
 
-def strangers(folder):
+@fast
+def test_strangers(folder):
     """Ranks find each other by a file of their user's. Others are not let in, and stop nobody. Later nothing listens.
     """
     ranks = [Meeting.__new__(Meeting) for _ in range(3)]
@@ -112,7 +123,8 @@ def strangers(folder):
         check("all part", not any(meeting.watcher.is_alive() for meeting in ranks))
 
 
-def impostors(folder):
+@fast
+def test_impostors(folder):
     """A rank trusts neither a program that answers in rank 0's place, nor a file that others could have written."""
     def answer(server):
         with contextlib.suppress(OSError):
@@ -168,7 +180,7 @@ time.sleep(60)
 """
 
 
-def hangs(folder):
+def test_hangs(folder):
     """Who does not come, or gives no sign of life, is named and killed, and all the others end. They say the same if
     somebody else has killed it, after three quarters of the time."""
     late, silent = "process {pid} has not come to the next step, where others have waited for 1", (
@@ -221,7 +233,7 @@ def runs(process):
         return False
 
 
-def gpus(folder):
+def test_gpus(folder):
     """--gpus tells its processes their ranks, passes signals on, and leaves none behind."""
     for how, number, status in (("all end", 0, 0), ("one fails", 0, 3), ("one killed", 0, 1),
                                 ("a signal", signal.SIGTERM, 1), ("killed itself", signal.SIGKILL, -signal.SIGKILL)):
@@ -237,16 +249,3 @@ def gpus(folder):
                          ("exit status", job.returncode == status),
                          ("who was killed", ("rank 2 was ended by SIGKILL" in errors) == (how == "one killed"))):
             check(f"--gpus, {how}: {what}", ok, f"{lines}, {left}, {job.returncode}, {errors}" * (not ok))
-
-
-def main():
-    signal.alarm(150)  # if ranks in threads wait for each other, nothing else ends them
-    try:
-        run_program((what_launchers_say, strangers, impostors, hangs, gpus))
-    finally:
-        for job in started:
-            job.kill()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,24 +1,26 @@
-"""Test steps that are not finite: the run ends in one line that names where it began, and --replay repeats the step.
-
-    python -m dev.tests.test_not_finite                  # on the CPU, and on a GPU if there is one
-    python -m dev.tests.test_not_finite --device cpu     # only on this one
-"""
+"""Test steps that are not finite: the run ends in one line that names where it began, and --replay repeats the step."""
 import re
 import struct
 from pathlib import Path
 from unittest import mock
 
 import numpy as np
+import pytest
 
 from dev.common.config import Config
 from dev.features.replay import largest_gradients, repeat
-from dev.tests.checks import TINY, check, run_program, words
+from dev.tests.checks import TINY, check, words
 from dev.tests.models import device_of, gradients, poisoned_model
 from dev.tests.trainings import bytes_of, call, same, token_files, train, whole_ones
 from train_gpt2 import batch_table, carve, pack_batch
 
 
-def runs(device_name, folder):
+@pytest.fixture(autouse=True)
+def data(folder):
+    token_files(folder)
+
+
+def test_runs(device_name, folder):
     """A step that is not finite ends the run in one line that names where it began, and leaves a replay_*.npz."""
     def planted(name, index, value):
         """The fixture with a number planted in a parameter."""
@@ -66,7 +68,7 @@ def runs(device_name, folder):
     same({name: (output / name).read_bytes() for name in before}, before, "the last good checkpoint")
 
 
-def repeated_steps(device_name):
+def test_repeated_steps(device_name):
     """repeat() names the kernel or product that writes the first number that is not finite."""
     place = device_of(device_name, "fp32", 64, 2)
     model = poisoned_model(place, 2, 20)
@@ -116,7 +118,3 @@ def repeated_steps(device_name):
         for l in range(max(1, row.layers)):
             wish = np.linalg.norm(np.float64(gradient[l] if row.layers else gradient)) / len(batches)
             yield f"norm of d{name} {l}", norms[f"d{name}" + f" of layer {l}" * (row.layers > 0)], wish
-
-
-if __name__ == "__main__":
-    run_program((runs, repeated_steps), token_files)

@@ -1,8 +1,5 @@
 """Test -sl and -sg against z-scores from llm.c's own program, and runs that resume with other windows.
 
-    python -m dev.tests.test_outliers                  # on the CPU, and on a GPU if there is one
-    python -m dev.tests.test_outliers --device cpu     # only on this one
-
 dev/lab/kernels/outliers.py has the kernel's formula in NumPy, and dev/tests/test_resume.py skips updates in a run.
 """
 import contextlib
@@ -19,7 +16,7 @@ from dev.cpu.device import Cpu
 from dev.features.devices import make_device
 from dev.features.outliers import SOURCE, WINDOW
 from dev.features.seams import GPT2
-from dev.tests.checks import EXACT, check, run_program
+from dev.tests.checks import EXACT, check, fast
 from dev.tests.models import FIXTURES, model_class
 from dev.tests.trainings import call
 from prepro_tinyshakespeare import write_tokens
@@ -29,7 +26,8 @@ TINY = FIXTURES / "gpt2_tiny.bin"  # V = 331, L = 2, NH = 2, C = 64, maxT = 40
 SMALL = Config(maxT=8, V=11, L=1, NH=2, C=64, Vp=32)
 
 
-def z_scores(device_name):
+@fast
+def test_z_scores(device_name):
     """In a series of losses with one outlier, the z-scores are those that llm.c prints, also when
     they are read some steps later, and only the outlier's update is skipped. The same with norms."""
     device = (Cpu("fp32", SMALL, [SOURCE], only=("judge", "skip_outliers"))
@@ -66,7 +64,7 @@ def train(device_name, output, *flags):
     return text
 
 
-def runs(device_name):
+def test_runs(device_name):
     """A checkpoint has windows if its run has a limit. A run can resume from a checkpoint with
     windows, as all older ones are, and from one without."""
     with tempfile.TemporaryDirectory() as folder:
@@ -106,7 +104,3 @@ def runs(device_name):
             wish[:, seen[0] % WINDOW] = [float(x) for x in found.groups()]
             check(f"{name}: one more seen", after["seen"] == [seen[0] + 1], after["seen"])
             yield f"{name}: afterwards", np.array(after["windows"]), wish, 1e-5
-
-
-if __name__ == "__main__":
-    run_program((z_scores, runs))

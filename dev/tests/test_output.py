@@ -1,7 +1,5 @@
 """Test programs whose stdout or stderr is full, broken, closed, or lacks letters: dev/features/output.py, and
 run_main() of prepro_tinyshakespeare.py.
-
-    python -m dev.tests.test_output
 """
 import contextlib
 import os
@@ -14,7 +12,7 @@ import threading
 import time
 
 from dev.features.output import steady
-from dev.tests.checks import EXACT, TINY, TOP, check, run_program
+from dev.tests.checks import EXACT, TINY, TOP, check
 from dev.tests.trainings import two_token_files
 
 FULL = "/dev/full"  # each write to it fails with ENOSPC
@@ -50,7 +48,7 @@ def small_files():
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 
 
-def training_goes_on(folder):
+def test_training_goes_on(folder):
     """A training ends with the status 0 and all its steps, whatever happens to stdout and stderr, and warns once."""
     two_token_files(folder)
     train = (*TRAIN, "-i", "tokens.bin")
@@ -89,7 +87,7 @@ def training_goes_on(folder):
     check("ulimit -f: what fits", (folder / "little").stat().st_size == 1000)
 
 
-def room_again(folder):
+def test_room_again(folder):
     """What is printed once a disk has room again is there, whole; a pipe that does not block loses nothing."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -122,7 +120,7 @@ def room_again(folder):
     check("and one warning", warned == ["No space left on device"], warned)
 
 
-def letters(folder):
+def test_letters(folder):
     """Text that stdout's encoding lacks is printed with replacements, in a training and by a tool."""
     two_token_files(folder)
     odd = "d\udce9"  # the byte 0xE9, in a UTF-8 locale
@@ -153,7 +151,7 @@ def letters(folder):
               said + error)
 
 
-def other_programs(folder):
+def test_other_programs(folder):
     """A program that only prints fails with one line and the status 1 if it cannot. What C code prints to a closed
     stderr is not in a file of the program's."""
     two_token_files(folder)
@@ -178,7 +176,3 @@ def other_programs(folder):
         status, *_ = call(folder, (sys.executable, program), closed=closed)
         found = (folder / "file").read_bytes()
         check(f"a file opened with {closed}", status == 0 and found == b"mine", found)
-
-
-if __name__ == "__main__":
-    run_program((training_goes_on, room_again, letters, other_programs))

@@ -1,7 +1,4 @@
-"""Test dev/tools/plot.py: what it reads, and where the lines and ticks of its SVGs are.
-
-    python -m dev.tests.test_plot
-"""
+"""Test dev/tools/plot.py: what it reads, and where the lines and ticks of its SVGs are."""
 import os
 import re
 import signal
@@ -13,7 +10,7 @@ from unittest import mock
 
 import numpy as np
 
-from dev.tests.checks import EXACT, check, check_refusal, run_program
+from dev.tests.checks import EXACT, check, check_refusal, fast
 from dev.tests.trainings import call
 from dev.tools.plot import (apart, columns_of, draw, figures, panel, parse, read_log, read_printed, read_run, short,
                             smoothed, sparkline, thinned)
@@ -57,7 +54,8 @@ def same(series, held):
 # ---- Reading
 
 
-def logs(folder):
+@fast
+def test_logs(folder):
     """All lines, resumed runs, and what is half written or wrong."""
     run = read_run(write(folder / "one"))
     check("a log", same(run.series, HELD) and (run.name, run.tokens, run.skipped) == ("one", None, ""), run.series)
@@ -98,7 +96,8 @@ def logs(folder):
     check_refusal("log", "empty/main.log: could not be read", read_run, folder / "empty")
 
 
-def tokens_and_speed(folder):
+@fast
+def test_tokens_and_speed(folder):
     """Tokens in a step come from a flag, else the newest run_*.json, else what was printed; speeds from that alone."""
     one = write(folder / "one", log=LOG)
     (one / "log").write_text(PRINTED)
@@ -131,7 +130,8 @@ def tokens_and_speed(folder):
 # ---- Numbers
 
 
-def numbers(folder):
+@fast
+def test_numbers(folder):
     """Smoothing, thinning, and the room between labels, each against the plainest loop."""
     rng = np.random.default_rng(5)
     values = rng.normal(size=40)
@@ -174,7 +174,8 @@ def of_scores(folder, scores, name="HellaSwag"):
     return read_run(write(folder / "scores", log))
 
 
-def reference_lines(folder):
+@fast
+def test_reference_lines(folder):
     """Those that a run has passed, and the next; by flags, by the data."""
     for name, scores, data, sizes, wish in (
             ("HellaSwag", (0.25, 0.26), None, None, [0.2945]),
@@ -201,7 +202,8 @@ def reference_lines(folder):
 # ---- The terminal
 
 
-def sparklines(folder):
+@fast
+def test_sparklines(folder):
     """Blocks of a few numbers, and a panel, letter by letter."""
     for means, height, wish in (
             ([1, 2, 3, 4, 5, 6, 7, 8], 1, ["▁▂▃▄▅▆▇█"]), ([8, 1], 1, ["█▁"]), ([3, 3, 3], 1, ["▁▁▁"]),
@@ -216,7 +218,8 @@ def sparklines(folder):
     check("nothing before the first", np.isnan(columns_of(np.array([5]), np.ones(1), 5, 3)).tolist() == [1, 1, 0])
 
 
-def panels(folder):
+@fast
+def test_panels(folder):
     """The text of a panel, letter by letter; and as much of it as a terminal holds."""
     one = write(folder / "one")
     (one / "log").write_text(PRINTED)
@@ -281,7 +284,7 @@ def misfit(found, wish):
     return np.abs(a * np.float64(wish) + b - found).max() + (a <= 0) * 1e9
 
 
-def charts(folder):
+def test_charts(folder):
     """Each line has its points where the data are, in steps and in tokens; and the same bytes again."""
     one = write(folder / "one")
     (one / "log").write_text(PRINTED)
@@ -372,7 +375,7 @@ def charts(folder):
 # ---- The program
 
 
-def command_line(folder):
+def test_command_line(folder):
     """Charts, panels, and one line for each mistake."""
     one, wrong = write(folder / "one"), write(folder / "wrong", LOG + "x\n")
     write(folder / "more").joinpath("one").mkdir()
@@ -429,7 +432,3 @@ def command_line(folder):
             check("--watch leaves by Ctrl-C", process.wait(20) == 0 and "Traceback" not in shown.read_text())
         finally:
             process.kill()
-
-
-if __name__ == "__main__":
-    run_program((logs, tokens_and_speed, numbers, reference_lines, sparklines, panels, charts, command_line))

@@ -1,7 +1,5 @@
 """Test that a person can read the charts of dev/tools/plot.py: words do not overlap, axes have numbers,
 and equal runs can be told apart.
-
-    python -m dev.tests.test_plot_pictures
 """
 import re
 import warnings
@@ -9,7 +7,7 @@ import xml.etree.ElementTree as ET
 
 import numpy as np
 
-from dev.tests.checks import check, run_program
+from dev.tests.checks import check
 from dev.tools.plot import TITLES, draw, read_run
 
 
@@ -42,7 +40,7 @@ def collisions(svg):
         word for word in words if word[1] < -5 or word[2] < 0 or word[3] > width + 10 or word[4] > height]
 
 
-def pictures(folder):
+def test_pictures(folder):
     """What a person has to be able to see: numbers on each x axis, words apart, each of two runs that are the same."""
     steps = "".join(f"s:{s} trl:{3 + 8 / (s / 9 + 1):.4f} lr:0.000{s % 7} norm:{1 + 40 * (s < 5):.2f}\n" + (
         f"s:{s} tel:{3.2 + 8 / (s / 9 + 1):.4f}\ns:{s} eval:{0.25 + s / 50000:.4f}\n" if s % 50 == 0 else "")
@@ -102,7 +100,3 @@ def pictures(folder):
     check("and it says so", any("(same losses as 0 a run with" in word[0] for word in words_of(svg)))
     colours = re.findall(r"<g id=\"run\d+-lr\">\s*<path[^>]*stroke: (#\w+)", draw(many, "steps").decode())
     check("twelve runs have twelve colours", len(set(colours)) == len(colours) == 12, colours)
-
-
-if __name__ == "__main__":
-    run_program((pictures,))

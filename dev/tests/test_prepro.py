@@ -1,7 +1,5 @@
 """Test prepro_tinyshakespeare.py: a text becomes two token files, which are also made here, byte by byte. No
 network is needed.
-
-    python -m dev.tests.test_prepro
 """
 import contextlib
 import io
@@ -15,7 +13,7 @@ from pathlib import Path
 from unittest import mock
 
 import prepro_tinyshakespeare as prepro
-from dev.tests.checks import EXACT, check, check_refusal, refusal, run_program
+from dev.tests.checks import EXACT, check, check_refusal, fast, refusal
 
 END = 50256  # <|endoftext|>
 ORDER = [*range(33, 127), *range(161, 173), *range(174, 256), *range(33), *range(127, 161), 173]  # bytes, by GPT-2's id
@@ -57,7 +55,8 @@ def counted(text):
     return tokens
 
 
-def files(folder):
+@fast
+def test_files(folder):
     """The two files of a long text, and of a short one, whose first tenth is for validation."""
     for name, times, val in (("long", 5000, 32768), ("short", 3, None)):
         text, wish = times * SPEECH, counted(times * SPEECH)
@@ -74,7 +73,7 @@ def files(folder):
     check("tinyshakespeare is downloaded", parts[0] + parts[1] == counted(9 * SPEECH))
 
 
-def pairs(folder):
+def test_pairs(folder):
     """A file's other part has its name, with one train or val in it replaced."""
     for train, val in (("constraint_train.bin", "constraint_val.bin"), ("train_train.bin", "train_val.bin"),
                        ("train_val_train.bin", "train_val_val.bin"), ("val_train_000001.bin", "val_val_000001.bin"),
@@ -92,7 +91,7 @@ def pairs(folder):
     check("--input train.txt: both parts", found[1] + found[0] == counted(9 * SPEECH))
 
 
-def spellings(folder):
+def test_spellings(folder):
     """The trainer's default text is found however its name was spelled; of several the last that was written."""
     name = "tinyshakespeare"
     for place, (*flags, wish) in enumerate((
@@ -116,7 +115,7 @@ def spellings(folder):
     check("the one that was written last", found[0] == f"data/{name}/{name}_train.bin", found)
 
 
-def byte_order_marks(folder):
+def test_byte_order_marks(folder):
     """A mark at the start of a text is not a part of it, and one within stays; Windows' line ends become newlines."""
     text = 3 * SPEECH + "a mark \ufeff within\n"
     (folder / "marked.txt").write_bytes(b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode())
@@ -126,7 +125,7 @@ def byte_order_marks(folder):
         check(f"{name}: its tokens", val + train == counted(text), (val + train)[:5])
 
 
-def tables(folder):
+def test_tables(folder):
     """Rows with fields are refused, and the program that takes their texts is named; a text that has braces is none."""
     row = b'{"text": "Before we proceed any further, hear me speak."}\n'
     others = {"a.json": b"[" + row + b"]", "a.csv": b"id,text\n1,Speak.\n", "A.TSV": b"1\tSpeak.\n",
@@ -160,7 +159,7 @@ prepro.run_main(prepro.main)
 """
 
 
-def panics(folder):
+def test_panics(folder):
     """A panic in tiktoken's Rust code, which is no Exception, becomes one line, and what Rust prints is hidden. GPT-2's
     own pattern fails at a word after a million spaces: encode raises ValueError, and encode_ordinary panics."""
     PanicException = type("PanicException", (BaseException,), {})
@@ -182,7 +181,8 @@ def panics(folder):
     check("no file is written", not (folder / "data").exists())
 
 
-def refusals(folder):
+@fast
+def test_refusals(folder):
     """Each mistake is refused in one line, and no file is written."""
     for name, content in (("tiny.txt", b"18 bytes of a text"), ("latin.txt", b"caf\xe9"), ("text.txt", 99 * b"x")):
         (folder / name).write_bytes(content)
@@ -196,7 +196,3 @@ def refusals(folder):
     with mock.patch("os.replace", side_effect=OSError(28, "No space left on device")):
         check_refusal("a full disk", "No space left on device", program, folder, "--input", "text.txt")
     check("nor a part", not list(folder.glob("data/**/*.*")), list(folder.glob("data/**/*.*")))
-
-
-if __name__ == "__main__":
-    run_program((files, pairs, spellings, byte_order_marks, tables, panics, refusals))

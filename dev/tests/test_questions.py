@@ -1,16 +1,16 @@
 """Test dev/data/hellaswag.py: the file of questions that it writes, and what it refuses.
 
-    python -m dev.tests.test_questions
-
 This needs huggingface_hub and pyarrow.
 """
 import signal
 import subprocess
 import sys
 
+import pytest
+
 from dev.data import hellaswag
 from dev.features.hellaswag_score import Example, read_examples
-from dev.tests.checks import check, check_refusal, header_refusal, run_program
+from dev.tests.checks import check, check_refusal, header_refusal
 from dev.tests.documents import byte_ids, check_command, command, in_process, write_jsonl, write_parquet
 from dev.tests.fake_hub import a_hub, downloaded, serve
 from dev.tests.trainings import file_of
@@ -32,7 +32,7 @@ def some_rows(folder):
     return rows
 
 
-def questions(folder):
+def test_questions(folder):
     """The same file from the hub and from local files of both kinds."""
     wish, out = file_of([*map(example_of, some_rows(folder))]), folder / "data" / "hellaswag" / "hellaswag_val.bin"
     with a_hub():
@@ -55,7 +55,7 @@ def questions(folder):
         check(name, (folder / f"{name}.bin").read_bytes() == wish)
 
 
-def refusals(folder):
+def test_refusals(folder):
     """Bad rows, questions that are too long, and files that are none of questions."""
     good, *_ = some_rows(folder)
     long = good | {"ctx": "x" * (32767 - 10 - len(b"".join(b" " + ending.encode() for ending in good["endings"])))}
@@ -86,19 +86,14 @@ def refusals(folder):
                   "--output", path)
 
 
-def vocabulary(folder):
+def test_vocabulary(folder):
     """The command as it is, if this machine has GPT-2's vocabulary."""
     try:
         encode = gpt2_encoding().encode_ordinary
     except UserError as e:
-        print(f"skipped: GPT-2's words: {e}")
-        return
+        pytest.skip(f"GPT-2's words: {e}")
     rows = some_rows(folder)
     subprocess.run([sys.executable, "-m", "dev.data.hellaswag", "--input", "val.jsonl", "--output", "questions.bin"],
                    cwd=folder, check=True, capture_output=True)
     wish = file_of([example_of(row, encode) for row in rows])
     check("hellaswag.py with GPT-2's words", (folder / "questions.bin").read_bytes() == wish)
-
-
-if __name__ == "__main__":
-    run_program((questions, refusals, vocabulary))

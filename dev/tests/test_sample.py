@@ -1,7 +1,5 @@
 """Test dev/features/sample.py: the tokens it draws against a formula in NumPy, and the pieces of its text against the
 whole. And dev/features/tokenizer.py: which vocabulary samples are decoded with.
-
-    python -m dev.tests.test_sample
 """
 import contextlib
 import io
@@ -17,7 +15,7 @@ from dev.features.sample import choose, coins_of, generate, stream, texts
 from dev.features.tokenizer import FILE, decode, gpt2_words, vocabulary, words_of, words_of_model
 from dev.llama3.tokens import no_words
 from dev.llama3.train_llama3 import Config3
-from dev.tests.checks import EXACT, check, check_refusal, run_program
+from dev.tests.checks import EXACT, check, check_refusal, fast
 from dev.tests.models import device_of, poisoned_model
 from dev.tests.trainings import call
 from prepro_tinyshakespeare import byte_encoding, make_header, replace_file, write_tokens
@@ -51,7 +49,8 @@ def drawn_by_formula(logits, coin, temperature, top_k):
     return None if min(abs(cdf - coin)) < 1e-5 else next(i for i in range(len(cdf)) if cdf[i] > coin)
 
 
-def formula():
+@fast
+def test_formula():
     """Temperatures and top-k for random logits, with the same coins; in some rows many logits are equal."""
     rng = np.random.default_rng(3)
     for temperature in (0.2, 0.8, 1, 3):
@@ -81,7 +80,8 @@ def formula():
     check("large logits", choose(logits + np.float32(1000), np.float32(0.5), 0.5, 0) < 3000)
 
 
-def as_the_trainer():
+@fast
+def test_as_the_trainer():
     """With llm.c's coins, default settings and an empty text, the tokens are those of the trainer's own samples. Greedy
     tokens are those with the largest logits in a forward pass."""
     model = poisoned_model(device_of("cpu", "fp32", 64, 2), 1, 20)
@@ -99,7 +99,8 @@ def as_the_trainer():
     check("the trainer's text", "".join(pieces) == decode(trainers_sample(model, 40), words), "".join(pieces)[:40])
 
 
-def windows():
+@fast
+def test_windows():
     """The model is given the last T tokens, whether from the text or its own."""
     model = Listed(np.eye(6)[[1, 2, 3, 4, 5, 0]])  # after i comes i + 1
     pieces, words = [], {i: b"%d" % i for i in range(6)}
@@ -128,7 +129,8 @@ def windows():
     check("the last word, and printed", printed.getvalue() == "x22", printed.getvalue())
 
 
-def characters():
+@fast
+def test_characters():
     """Characters of two to four bytes, cut into tokens at every place: each is written when it is complete, and
     together they are the text."""
     text = "aé\n€👍🏽 z"
@@ -185,7 +187,7 @@ def write_words(words):
     FILE.write_bytes(header.tobytes() + b"".join(bytes([len(x)]) + x for x in words))
 
 
-def vocabularies(folder):
+def test_vocabularies(folder):
     """The trainer decodes samples with gpt2_tokenizer.bin if it is here and has the model's V words, else with GPT-2's
     if the model has them, else as token ids, and says so once. So does a Llama, unless its words are Llama's."""
     ids, own, gpt2 = r"(<\d+>){4}", r"(\[\d+\]){4}", r"(\{\d+\}){4}"
@@ -221,7 +223,7 @@ def vocabularies(folder):
             check(f"{name}, a file of {words} words: said once", ok, said)
 
 
-def prompts(folder):
+def test_prompts(folder):
     """--sample encodes a text as the model's vocabulary has it, with <|endoftext|> as one token; or refuses it."""
     asked = []
 
@@ -254,7 +256,7 @@ def prompts(folder):
             check(f"{name}: an empty text is none", status == 0 and asked == [([], "")], error)
 
 
-def seeds(folder):
+def test_seeds(folder):
     """--sample draws from --seed; without it each run is another one, whose seed is printed and repeats it. The coins
     are NumPy's. Samples in a training do not depend on the seed."""
     for seed in (0, 7, 2**40):
@@ -294,7 +296,3 @@ def seeds(folder):
             "--device", "cpu", "-e", "gpt2.bin", "-i", "tokens.bin", "-j", "tokens.bin", "-b", 1, "-t", 8, "-x", 2,
             "-v", 0, "-s", 1, "--seed", seed)[1], re.S) for seed in (1, 2)]
         check("samples in a training are llm.c's", len(texts[0]) == 2 and texts[0] == texts[1], texts)
-
-
-if __name__ == "__main__":
-    run_program((formula, as_the_trainer, windows, characters, vocabularies, prompts, seeds))

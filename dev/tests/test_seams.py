@@ -1,7 +1,5 @@
 """The lines that features repeat are still the trainer's.
 
-    python -m dev.tests.test_seams
-
 dev/features/seams.py cuts the trainer's longer methods into parts, dev/features/fused_biases.py has its own
 layer_backward, dev/features/recompute.cu and recompute_llama.cu repeat a kernel each. If a line changes
 in the trainer, it has to change there too.
@@ -22,7 +20,7 @@ from dev.common.config import Config, read_parameters
 from dev.common.flags import parse_flags
 from dev.cpu.device import Cpu
 from dev.features import moments, order, seams
-from dev.tests.checks import TINY, check, check_refusal, run_program
+from dev.tests.checks import TINY, check, check_refusal
 from dev.tests.trainings import two_token_files
 from train_gpt2 import pack_batch
 
@@ -75,7 +73,7 @@ def statements(path, *names):
     return found
 
 
-def repeated_lines():
+def test_repeated_lines():
     """Each of a method's lines stands in the file that repeats it, but for those that the table lists."""
     for method, path, others in REPEATED:
         own, there = statements(TRAINER, *method.split(".")), statements(path)
@@ -99,7 +97,7 @@ REPEATED_KERNELS = (
 )
 
 
-def repeated_kernels():
+def test_repeated_kernels():
     """Recompute's kernels differ from the usual ones in the line that reads the stream, and in no other."""
     for path, kernel, path_there, kernel_there in REPEATED_KERNELS:
         own, there = body_of(path, kernel), body_of(path_there, kernel_there)
@@ -107,7 +105,7 @@ def repeated_kernels():
         check(f"{kernel_there} differs in the line that reads", there == expected != own, [*zip(own, there)])
 
 
-def plain_program(folder):
+def test_plain_program(folder):
     """The trainer's own classes, which features replace, train as a run with dev/ does: the same lines and bits."""
     two_token_files(folder)
     flags = ["-e", str(TINY), "-b", "2", "-t", "8", "-d", "32", "-x", "3", "-v", "2", "-m", "1", "-s", "2", "-g", "3",
@@ -132,7 +130,7 @@ def plain_program(folder):
     check("the same weights", weights[0] == weights[1] != Path(TINY).read_bytes())
 
 
-def excerpts():
+def test_excerpts():
     """The README's lines of Python stand in the trainer, word for word and in this order."""
     readme, code = ((TOP / name).read_text(encoding="utf-8") for name in ("README.md", TRAINER))
     blocks = [block.splitlines() for block in re.findall(r"```python\n(.*?)```", readme, re.S)]
@@ -143,7 +141,7 @@ def excerpts():
         check(f"{block[0][:30]} ...", lines[start : start + len(block)] == block, block)
 
 
-def names_of_helpers():
+def test_names_of_helpers():
     """Two features may use the same name: their functions are in namespaces, but for kernels and what a .cuh declares.
     """
     for path in (path for path in order.SOURCES if path.suffix == ".cu"):
@@ -162,7 +160,7 @@ class Noise:
         super().adamw(parameters, low, gradients, m, v)
 
 
-def padding_of_words():
+def test_padding_of_words():
     """Rows that pad the vocabulary stay zero, even if a feature changes their gradients."""
     for more in ([], ["--moments", "bf16"]):
         model = made_model(Noise, *more)
@@ -172,7 +170,7 @@ def padding_of_words():
         check(f"padding {more}", not model.params.wte[V:].any() and (model.params.wte[:V] != before[:V]).all())
 
 
-def arrays_of_other_numbers():
+def test_arrays_of_other_numbers():
     """A launch refuses an array whose numbers are not those that the kernel reads."""
     device = made_model(Noise).device
     wrong = np.zeros(64), np.zeros(64, np.float16), np.zeros(64, np.int64), np.zeros(64, np.int32)
@@ -190,8 +188,3 @@ def made_model(feature, *given):
     model = order.stack(kind, [feature])(c, Cpu("fp32", c, sources), 1, 8)
     model.set_parameters(read_parameters(TINY, c))
     return model
-
-
-if __name__ == "__main__":
-    run_program((repeated_lines, repeated_kernels, excerpts, plain_program, names_of_helpers, padding_of_words,
-                 arrays_of_other_numbers))

@@ -1,7 +1,4 @@
-"""Test dev/llama3/tokens.py and Llama 3's token files, with small tokenizers made here.
-
-    python -m dev.tests.test_tokens
-"""
+"""Test dev/llama3/tokens.py and Llama 3's token files, with small tokenizers made here."""
 import base64
 import contextlib
 import functools
@@ -18,7 +15,7 @@ from dev.features.shuffled_loader import FilesLoader
 from dev.features.tokenizer import decode, words_of
 from dev.llama3 import tokens
 from dev.llama3.train_llama3 import Config3
-from dev.tests.checks import EXACT, check, check_refusal, header_refusal, run_program
+from dev.tests.checks import EXACT, check, check_refusal, fast, header_refusal
 from dev.tests.folders import BYTES, letters
 from prepro_tinyshakespeare import END_OF_TEXT, byte_encoding, write_tokens
 from train_gpt2 import TOKENS
@@ -66,8 +63,9 @@ def of_few_words(test):
     return patched
 
 
+@fast
 @of_few_words
-def words_and_ids(folder):
+def test_words_and_ids(folder):
     """Both kinds of tokenizer file give the same result, and texts become the right tokens."""
     for name, content, special in (("tokenizer.json", tokenizer_json(), 2),
                                    ("tokenizer.model", tokenizer_model(), 256)):
@@ -111,8 +109,9 @@ def working_in(folder):
         os.chdir(before)
 
 
+@fast
 @of_few_words
-def files(folder):
+def test_files(folder):
     """The program's two files hold the text, with a border before each document, and GPT-2's and Llama's token files
     can both be read."""
     text = "the abc\n\nabc <|end_of_text|> 123\n\n" * 20
@@ -163,7 +162,7 @@ def files(folder):
 
 
 @of_few_words
-def unusable(folder):
+def test_unusable(folder):
     """Words and patterns that tiktoken refuses, in one line; at two words with one id it panics."""
     path = folder / "tokenizer.json"
     for name, change in (*((f"aa is {i!r}", {"model": {"type": "BPE", "vocab": VOCABULARY | {"aa": i}}})
@@ -176,7 +175,8 @@ def unusable(folder):
                       tokens.encoding, path)
 
 
-def refusals(folder):
+@fast
+def test_refusals(folder):
     """What is not a tokenizer of Llama 3 is refused in one line. One with the right number of words is not refused."""
     bytelevel = {"type": "ByteLevel", "use_regex": True}
     for name, wish, content in (
@@ -214,7 +214,3 @@ def refusals(folder):
         b"\xff" + i.to_bytes(3, "big") for i in range(128000 - len(WORDS)))]))
     words = tokens.encoding(path.with_suffix(".model"))
     check("128,000 words", (words.n_vocab, words.encode_single_token("<|begin_of_text|>")) == (128256, 128000))
-
-
-if __name__ == "__main__":
-    run_program((words_and_ids, files, unusable, refusals))

@@ -1,7 +1,5 @@
 """Test training beside other programs: each flag beside PyTorch (dev/bench/torch_training.py), where
 PyTorch is installed; validations of several ranks beside one; the share of peak; dev/bench/turns.py.
-
-    python -m dev.tests.test_training
 """
 import contextlib
 import io
@@ -21,7 +19,7 @@ from dev.common.flags import parse_flags
 from dev.features.seams import GPT2, Training
 from dev.features.order import attach, set_defaults, table_of_flags
 from dev.features.peak import flops_per_token, peak_flops
-from dev.tests.checks import EXACT, check, check_refusal, run_program
+from dev.tests.checks import EXACT, check, check_refusal
 from dev.bench import turns
 from dev.tools import plot
 from prepro_tinyshakespeare import write_tokens
@@ -56,7 +54,7 @@ def step_losses(text):
     return np.float64(steps), np.float64(re.findall(r"val loss (\S+)", text))
 
 
-def twins(folder):
+def test_twins(folder):
     """Both trainers print the same losses and norms, with each flag that changes a step, and log the same steps."""
     from dev.bench import torch_training
 
@@ -129,7 +127,7 @@ class OneToken(GPT2):
         return float(np.float32(tokens.mean() / 3))
 
 
-def validations(folder):
+def test_validations(folder):
     """A validation takes the same sequences, each once, and prints the same loss on any number of ranks: where they do
     not divide its batches, where some ranks have none, and where -b shrinks to fit the file."""
     T, longer, shorter = 8, 31, 6  # sequences of the files
@@ -159,7 +157,7 @@ def validations(folder):
             check(f"{what}: its loss", losses == [f"{np.mean(wish) / 3:.6f}"] * count, losses)
 
 
-def share_of_peak(folder):
+def test_share_of_peak(folder):
     """NVIDIA's data sheets have these peaks; a step's line has the share, and the device's line the peak."""
     for name, capability, count, clock, peaks in (  # the clock that the data sheet is for, in MHz
             ("A100", 80, 108, 1410, dict(fp32=19.5, tf32=156, bf16=312)),
@@ -191,7 +189,7 @@ def share_of_peak(folder):
     check("without a peak", re.search(r" tok/s \| 96 tokens$", text, re.M) and "peak" not in text, text)
 
 
-def steps_by_turns(folder):
+def test_steps_by_turns(folder):
     """A version's time is the median of its runs, beside the first's. A run's is that of its later steps. A commit's
     files are unpacked, and flags behind those of all win."""
     times, seen = {".": iter((10.0, 30.0, 11.0)), "HEAD": iter((22.0, 5.0, 40.0, 20.0, 21.0))}, []
@@ -229,7 +227,3 @@ def steps_by_turns(folder):
                              (".*: expected commits, folders or .", ""),
                              ("train_gpt2.py .* found status 1:\nerror: .*--nonsense", ".", "--", "--nonsense", "1")):
         check_refusal("turns.py", wish, output_of, turns.main, arguments)
-
-
-if __name__ == "__main__":
-    run_program((validations, share_of_peak, steps_by_turns, twins))

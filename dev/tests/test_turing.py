@@ -1,8 +1,6 @@
 """Test what differs on a GPU of compute capability 7.5, such as a T4: only fp32, and products
 without tensor cores.
 
-    python -m dev.tests.test_turing
-
 test_gpt2.py tests attention as on such a GPU. capped.py runs a program as on one.
 """
 import contextlib
@@ -12,6 +10,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
+import pytest
 
 from dev.common.config import Config
 from dev.common.nvrtc import has_nvrtc
@@ -20,7 +19,7 @@ from dev.common import gpus
 from dev.features import order
 from dev.features.devices import Cuda, make_device
 from dev.tests import checks
-from dev.tests.checks import EXACT, check, check_refusal, run_program
+from dev.tests.checks import EXACT, check, check_refusal
 from dev.tests.small_kernels import launch
 
 PRODUCTS = """
@@ -46,7 +45,7 @@ extern "C" __global__ void products(float* left, float* right, const float* a, c
 """
 
 
-def products(device_name, folder):
+def test_products(device_name, folder):
     """A warp's two products of tiles, by the CPU's mma, by Turing's, and by a GPU's own."""
     path = folder / "products.cu"
     path.write_text(PRODUCTS)
@@ -74,7 +73,7 @@ def driver(capability):
     return SimpleNamespace(cuInit=lambda flags: 0, cuDeviceGetAttribute=attribute)
 
 
-def dtypes():
+def test_dtypes():
     """Without --dtype a T4 trains in fp32, and newer GPUs in bf16. What a GPU cannot do is refused
     in one line."""
     for capability, wish in ((0, "bf16"), (70, "fp32"), (75, "fp32"), (80, "bf16"), (120, "bf16")):
@@ -110,18 +109,13 @@ def cuda_on(capability, dtype, error):
         Cuda(dtype, Config())
 
 
-def compiled():
+def test_compiled():
     """Every kernel that trains compiles for 7.5 without spills, with its blocks in 64 KB."""
     if not has_nvrtc():
-        print("skipped: NVRTC is not installed")
-        return
+        pytest.skip("NVRTC is not installed")
     from dev.bench import compile_kernels as those
     for more in (those.FEATURES, [path for path in those.FEATURES if path != those.FUSED]):
         report, faults = those.compile_for("sm_75", "fp32", those.SMALL, more, spilled=0)
         check(f"sm_75 fp32, {len(more)} files beside", report and not faults, faults)
     shared = max(report[name][1] for name in report)
     check("sm_75: shared memory that kernels declare", shared <= 16384, shared)
-
-
-if __name__ == "__main__":
-    run_program((products, dtypes, compiled))

@@ -1,8 +1,5 @@
 """Test what CUDA's words give, on a CPU and on a GPU: functions of numbers, shuffles and votes under
 a mask, atomics, halves, dynamic shared memory.
-
-    python -m dev.tests.test_words
-    python -m dev.tests.test_words --only shuffles
 """
 
 from pathlib import Path
@@ -11,7 +8,7 @@ import numpy as np
 
 from dev.common.bf16 import to_bf16
 from dev.common.student_text import for_gpu
-from dev.tests.checks import EXACT, check, refusal, run_program
+from dev.tests.checks import EXACT, check, refusal
 from dev.tests.small_kernels import built, launch
 from dev.tests.word_table import ATOMICS, BLOCKS, FLOATS, INTEGERS, LANES, STORED, TEXT, signed
 from train_gpt2 import to_float
@@ -29,7 +26,7 @@ def with_words(device_name, folder):
 # ---- the tests
 
 
-def floats(device_name, folder):
+def test_floats(device_name, folder):
     """Functions of floats."""
     device = with_words(device_name, folder)
     rng = np.random.default_rng(5)
@@ -47,7 +44,7 @@ def floats(device_name, folder):
     )
 
 
-def integers(device_name, folder):
+def test_integers(device_name, folder):
     """Functions of integers, and of floats that become integers."""
     device = with_words(device_name, folder)
     rng = np.random.default_rng(6)
@@ -73,7 +70,7 @@ def integers(device_name, folder):
         )
 
 
-def shuffles(device_name, folder):
+def test_shuffles(device_name, folder):
     """Shuffles, votes and matches of warps and of lanes that a mask names; votes of a block."""
     device = with_words(device_name, folder)
     x = np.random.default_rng(7).integers(2, 3000, 64).astype(np.int32)
@@ -107,7 +104,7 @@ def shuffles(device_name, folder):
         check(f"{order}: a sum of a tail", out[40:].tolist() == [32] * 32 + [8] * 8)
 
 
-def atomics(device_name, folder):
+def test_atomics(device_name, folder):
     """Atomics of each type, by 64 threads at once."""
     device = with_words(device_name, folder)
     x = np.random.default_rng(8).permutation(64).astype(np.int32)
@@ -141,7 +138,7 @@ def atomics(device_name, folder):
     )
 
 
-def halves(device_name, folder):
+def test_halves(device_name, folder):
     """Numbers of 16 bits: from fp32 and back, ties to even; their arithmetic; pairs."""
     device = with_words(device_name, folder)
     rng = np.random.default_rng(9)
@@ -216,7 +213,7 @@ def halves(device_name, folder):
     check("pairs stored", pairs.tolist() == [n for i in range(32) for n in (i, 0x4000)], pairs[:6])
 
 
-def dynamic(device_name, folder):
+def test_dynamic(device_name, folder):
     """extern __shared__, within a kernel and above it; functions that a host may call too."""
     device = with_words(device_name, folder)
     x = np.arange(64, dtype=np.float32)
@@ -229,7 +226,7 @@ def dynamic(device_name, folder):
         check("without bytes", found and "extern __shared__ bytes[] has no bytes" in found, found)
 
 
-def gpu_compiles(folder):
+def test_gpu_compiles(folder):
     """NVRTC, if it is installed, compiles all of this."""
     try:
         import cupy  # noqa: F401
@@ -253,10 +250,3 @@ def gpu_compiles(folder):
     except nvrtc.NVRTCError:
         log = nvrtc.getProgramLog(program)
     check("NVRTC compiles all words", not log, log[:1500])
-
-
-TESTS = (floats, integers, shuffles, atomics, halves, dynamic, gpu_compiles)
-
-
-if __name__ == "__main__":
-    run_program(TESTS)

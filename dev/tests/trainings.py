@@ -114,6 +114,18 @@ def without(output, copy, *steps):
     return copy
 
 
+def check_resumed(name, whole, train, *steps, change=None):
+    """Stop and resume: train(copy) goes on with a run in a copy of its folder that lacks the checkpoints of these steps
+    (the last of them is the run's), and ends with the same bytes. change(copy) comes before. Returns the copy, and what
+    train returns."""
+    copy = without(whole, whole.with_name(f"{name} without {' '.join(map(str, steps))}"), *steps)
+    if change:
+        change(copy)
+    said = train(copy)
+    same(bytes_of(copy, steps[-1]), bytes_of(whole, steps[-1]), f"{name} resumed")
+    return copy, said
+
+
 # ---- HellaSwag's questions, and their file: dev/features/hellaswag_score.py describes it
 
 LENGTHS = [(3, (1, 1, 1, 1)), (1, (5, 1, 2, 9)), (17, (4, 4, 4, 4)), (30, (8, 1, 3, 2)), (2, (30, 31, 32, 33)),

@@ -1,7 +1,4 @@
-"""Test what a student is told about wrong numbers: each usual mistake gets its own sentence, others none of them.
-
-    python -m dev.lab.tests.test_causes
-"""
+"""Test what a student is told about wrong numbers: each usual mistake gets its own sentence, others none of them."""
 import re
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -18,7 +15,7 @@ from dev.lab.ladder import ANY, LAB, find_ladder, stored
 from dev.lab.mistakes import MISTAKES
 from dev.lab.submission import Submission
 from dev.lab.tests.student import said, solution
-from dev.tests.checks import check, run_program
+from dev.tests.checks import check
 from train_gpt2 import BF16
 
 
@@ -74,7 +71,7 @@ ALIKE = {"those tensors decay whose decayed[i] is 0": dict(n=9600, tensors=14, c
                                                                                          OC=288)}
 
 
-def own_sentences():
+def test_own_sentences():
     """Each mistake of each exercise gets its own sentence, in at most four lines."""
     for name in EXERCISES.keys() & MISTAKES.keys():
         wrong = []
@@ -278,7 +275,7 @@ def build(folder, plants):
     return Cpu("fp32", Config(C=768, NH=12), [LAB / "tiles.cu", *paths], only), paths
 
 
-def planted(folder):
+def test_planted(folder):
     """Kernels with the usual mistakes, and with others, compiled and judged."""
     cpu, paths = build(folder, PLANTS + UNUSUAL)
     for path, each in zip(paths, PLANTS + UNUSUAL):
@@ -302,7 +299,7 @@ MISALIGNED = "x.cu:3:5: runtime error: {} of misaligned address 0x7f for type 'c
 OUT_OF_ORDER = "has a race: out[0, 3] is 2 when threads run in the order 1, and 3 in the order forward"
 
 
-def sentences(folder):
+def test_sentences(folder):
     """What is said where numbers are not the matter, or say little."""
     zeros = lambda a: dict(out=np.zeros(a.truth["out"].shape))
     for name, wish, lines in (
@@ -363,7 +360,3 @@ def sentences(folder):
     check("sentence: a stuck block", [each.split(":")[0] for each in lines[1:3]] == ["line 3",
                                                                                      "line 5"] and
           "10 of the 64" in lines[0] and "of the warp must" in lines[-1] and len(lines) == 5, lines)
-
-
-if __name__ == "__main__":
-    run_program((own_sentences, planted, sentences))

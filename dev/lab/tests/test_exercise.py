@@ -1,7 +1,4 @@
-"""Test the lab's exercises: the lab's own versions solve them, and each planted mistake is explained.
-
-    python -m dev.lab.tests.test_exercise
-"""
+"""Test the lab's exercises: the lab's own versions solve them, and each planted mistake is explained."""
 import os
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +9,7 @@ from dev.lab.exercises import EXERCISES, exercise_names
 from dev.lab.explain import complaint_lines
 from dev.lab.submission import Submission, template
 from dev.lab.tests.student import filled, said, solution
-from dev.tests.checks import TOP, check, run_program
+from dev.tests.checks import TOP, check
 from dev.tests.trainings import call
 
 # ---- Solutions
@@ -27,7 +24,7 @@ def grade_together(folder, texts, dtypes=("fp32",)):
     return {name: complaint_lines(Submission(folder / f"{name}.cu"), *result, False) for name in texts}
 
 
-def solutions(folder):
+def test_solutions(folder):
     """The lab's own versions are right."""
     names = exercise_names()
     for name, lines in grade_together(folder, {f"my_{name}": solution(name) for name in names}).items():
@@ -36,7 +33,7 @@ def solutions(folder):
     check("every exercise's kernel is in the lab", not missing, missing or "")
 
 
-def forgotten(folder):
+def test_forgotten(folder):
     """Without blockIdx.x each exercise is wrong, even with the largest block; a plane also without blockIdx.y."""
     texts = {}
     for name in exercise_names():
@@ -293,7 +290,7 @@ ALONE = (  # that are compiled alone
 )
 
 
-def mistakes(folder):
+def test_mistakes(folder):
     """Each mistake gets its own explanation."""
     def text(key, m):
         return filled(m.kernel, m.body, key.removeprefix(m.kernel), block=m.block)
@@ -346,7 +343,7 @@ def refused(folder, name, wish, *arguments):
     check(f"refusal: {name}", status == 1 and re.fullmatch(f"error: .*{wish}.*\n", error), error)
 
 
-def files(folder):
+def test_files(folder):
     """The files that the command writes, and what it refuses."""
     status, text, _ = exercise(folder)
     names = re.findall(r"^ *\d+  (\w+)", text, re.M)
@@ -411,7 +408,7 @@ def files(folder):
         refused(folder, name, wish, "other.cu")
 
 
-def whole(folder):
+def test_whole(folder):
     """The command checks a file from end to end, also without a sanitizer."""
     path, right = folder / "my_residual_forward.cu", filled("residual_forward", RESIDUAL)
     sanitizer = grade.sanitizer_variables()
@@ -434,7 +431,3 @@ def whole(folder):
     with mock.patch("dev.lab.grade.sanitizer_variables", return_value=None):
         status, text, _ = exercise(folder, path.name)
     check("wrong", status == 1 and "wrong: out[0,0]" in text, text)
-
-
-if __name__ == "__main__":
-    run_program((files, solutions, forgotten, whole, mistakes))

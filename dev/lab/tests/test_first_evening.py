@@ -1,8 +1,6 @@
 """Test dev/lab/first_evening.ipynb: run its cells as a student without a GPU would.
 
-    python -m dev.lab.tests.test_first_evening               # of the cells that call the checker,
-    one python -m dev.lab.tests.test_first_evening --checked 99  # all of them: two minutes of a
-    core
+    pytest dev/lab/tests/test_first_evening.py --checked 99  # all cells that call the checker, not one: two minutes
 
 A notebook is JSON, so Jupyter is not needed: its code cells run in one namespace, in order.
 """
@@ -14,7 +12,9 @@ import re
 import sys
 from unittest import mock
 
-from dev.tests.checks import TOP, check, run_program
+import pytest
+
+from dev.tests.checks import TOP, check
 from dev.tests.mutants import Copy
 
 NOTEBOOK = "dev/lab/first_evening.ipynb"
@@ -37,13 +37,18 @@ SAYS = (  # what begins a code cell, and what it prints
 )
 
 
+@pytest.fixture
+def checked(pytestconfig):
+    return pytestconfig.option.checked
+
+
 def cells_of(top):
     """The notebook's code cells."""
     cells = json.loads((top / NOTEBOOK).read_text(encoding="utf-8"))["cells"]
     return [cell for cell in cells if cell["cell_type"] == "code"]
 
 
-def stored(folder):
+def test_stored(folder):
     """It is stored without outputs, and each cell is Python of at most 100 columns."""
     cells = cells_of(TOP)
     check("no outputs", not any(cell["outputs"] or cell["execution_count"] for cell in cells))
@@ -55,7 +60,7 @@ def stored(folder):
         check(f"begins with {begins}", code.startswith(begins) and narrow)
 
 
-def executed(folder, checked):
+def test_executed(folder, checked):
     """Its cells, and this many of those that call the checker, print in a copy of the repository
     what the text around them says."""
     top, names = Copy(folder / "copy").top, {"__name__": "__main__"}
@@ -73,7 +78,3 @@ def executed(folder, checked):
             check(f"{begins} prints {wish[:24]}", ok, "" if ok else out.getvalue())
     written = [*(top / "out/first_evening").iterdir()]
     check("kernels are in out/", top / "out/first_evening/my_residual_forward.cu" in written)
-
-
-if __name__ == "__main__":
-    run_program((stored, executed), checked=1)

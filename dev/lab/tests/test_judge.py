@@ -1,12 +1,11 @@
 """Test that the judge's "right" means right: it refuses what only bf16 does, what no GPU compiles or
 launches, arrays fitted to the checks' sizes, and waste; and it accepts right kernels in all dtypes.
-
-    python -m dev.lab.tests.test_judge
 """
 import re
 from unittest import mock
 
 import numpy as np
+import pytest
 
 from dev.common.bf16 import to_bf16
 from dev.common.nvrtc import Used, has_nvrtc
@@ -16,7 +15,7 @@ from dev.lab.exercises import EXERCISES, checks_of, exercise_names
 from dev.lab.ladder import find_ladder, larger
 from dev.lab.submission import Submission
 from dev.lab.tests.student import filled, said
-from dev.tests.checks import check, run_program
+from dev.tests.checks import check, fast
 
 NUMBER = "\n    size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;\n"
 RESIDUAL = NUMBER + """
@@ -124,12 +123,11 @@ GPU_CASES = (  # the same, of what NVRTC sees
 )
 
 
-def cases(folder):
+def test_cases(folder):
     """Right kernels are accepted, and each fault is refused, by the process that looks for it."""
     variables = {grade.BOUNDS: grade.sanitizer_variables(), grade.RACES: grade.race_variables()}
     if not all(variables.values()):
-        print("skipped: this compiler has no sanitizers")
-        return
+        pytest.skip("this compiler has no sanitizers")
     for job in ALL:
         look_for, dtype = job
         some = [case for case in CASES if job in case[0]]
@@ -148,11 +146,10 @@ def cases(folder):
                   if wish is None else re.search(wish, said(lines)), lines or result[2][-300:])
 
 
-def gpus(folder):
+def test_gpus(folder):
     """What NVRTC refuses, with the student's line; what it says of a right kernel."""
     if not has_nvrtc():
-        print("skipped: CuPy and NVRTC are not installed")
-        return
+        pytest.skip("CuPy and NVRTC are not installed")
     for name, body, wish in GPU_CASES:
         path = folder / "my_softmax_forward.cu"
         path.write_text(filled("softmax_forward", body))
@@ -174,7 +171,8 @@ def gpus(folder):
         r"a multiprocessor of an H100 \(occupancy \d+%\)", on_gpus.remark(facts)), on_gpus.remark(facts))
 
 
-def launches(folder):
+@fast
+def test_launches(folder):
     """How many blocks fit on a multiprocessor, by CUDA's rules, worked out by hand."""
     a100, h100 = on_gpus.GPUS["sm_80"], on_gpus.GPUS["sm_90a"]
     for gpu, used, threads, dynamic, wish in (
@@ -201,7 +199,8 @@ def launches(folder):
         said(lines)), lines)
 
 
-def sizes():
+@fast
+def test_sizes():
     """The last sizes of a check are larger than all others, of the same kind, and drawn by the text."""
     for name in exercise_names():
         checks = checks_of(EXERCISES[name], find_ladder(name))
@@ -220,7 +219,7 @@ def sizes():
         check(f"{name}: {drawn}", ok, most)
 
 
-def roundings():
+def test_roundings():
     """Where all numbers round to bf16 in the same way, as 1/30 does, the rounded truth is right; one that
     is cut off is not."""
     truth = np.full((4, 8), 1 + 0.6 / 128)
@@ -231,7 +230,8 @@ def roundings():
         check(f"the same number in bf16, {name}", (found.place is None) == wish, found)
 
 
-def order():
+@fast
+def test_order():
     """The surest explanation is said, and nobody waits for a process that cannot have a better one."""
     jobs = [(grade.GPU, ["fp32"], 0), (grade.BOUNDS, ["fp32"], 0), (grade.RACES, ["fp32"], 0),
             (grade.BOUNDS, ["bf16"], 0), (grade.RACES, ["bf16"], 0)]
@@ -249,7 +249,7 @@ def order():
         check(f"sure: {name}", grade.is_sure(complaint, waiting, jobs) == wish)
 
 
-def facts(folder):
+def test_facts(folder):
     """The judge as a function: facts for other programs, and what was not looked for."""
     path = folder / "my_residual_forward.cu"
     path.write_text(filled("residual_forward", RESIDUAL))
@@ -262,7 +262,3 @@ def facts(folder):
     check("  and it says so", re.search("accesses were not.*races were not.*GPU.*pip install", lines), lines)
     path.write_text(filled("matmul_forward", NUMBER + "    if (i == 0) mma_tf32;\n"))
     check("tensor cores bring tf32", Submission(path).dtypes == ["fp32", "bf16", "tf32"])
-
-
-if __name__ == "__main__":
-    run_program((sizes, roundings, launches, order, gpus, facts, cases))

@@ -1,7 +1,5 @@
 """Test the kernel lab: how outputs are compared, how a mistake is reported, and what is written.
 
-    python -m dev.lab.tests.test_lab
-
 Mistakes are made in a copy of the lab with two kernels, on the CPU. `python -m dev.lab --check` tests that the lab's
 kernels are right, and dev/tests/mutants.py that its checks notice a wrong one.
 """
@@ -9,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from unittest import mock
 
@@ -20,14 +17,15 @@ from dev.lab.bench import BF16_LIMIT, KERNEL_LIMIT, compare_output
 from dev.lab.ladder import ANY, Draw, as_stored, bf16, f32, find_ladder, stored
 from dev.lab.timing import Timing
 from dev.lab.workers import Failure, Report
-from dev.tests.checks import check, check_refusal, summary
+from dev.tests.checks import check, check_refusal, fast
 from dev.tests.mutants import Copy
 from train_gpt2 import BF16
 
 TOP = Path(__file__).resolve().parents[3]
 
 
-def judging():
+@fast
+def test_judging():
     """A correct output passes. One with a single wrong element does not, however large the others are."""
     truth = np.random.default_rng(1).standard_normal((7, 33)) * 10.0 ** np.arange(7)[:, None]
     truth[2, 5], truth[3, 4], truth[3, 5], truth[6, 32] = ANY, np.nan, np.inf, -np.inf
@@ -70,7 +68,8 @@ def judging():
     check("one bit off", off.place == (0, 0), f"{off}")
 
 
-def inputs():
+@fast
+def test_inputs():
     """Inputs are the same each time, their rows are hard, and bf16 inputs are what devices store."""
     for in_bf16, rounded in ((False, f32), (True, bf16)):
         one, two = (Draw(in_bf16)(300, 7) for _ in range(2))
@@ -118,7 +117,7 @@ FAULTS = [  # file, the text there, the mistake, and what the error line must sa
 ]
 
 
-def faults(folder):
+def test_faults(folder):
     """A mistake in one kernel gives one error line that names it, and the other kernel still runs."""
     copy = small_copy(folder)
     done = lab(copy, "--check")
@@ -145,7 +144,7 @@ def faults(folder):
     check("a kernel that no version launches", "error: gelu_forward2 is launched by no version" in done.stdout
           and done.returncode == 1, done.stdout[-200:])
     (copy.top / "dev/lab/kernels/gelu_forward.py").write_text(text)
-    return copy
+    lines(copy)
 
 
 LINES = [  # arguments, exit status, and what is printed
@@ -183,7 +182,8 @@ def lines(copy):
 # ---- The results file
 
 
-def written(folder):
+@fast
+def test_written(folder):
     """Tables and sentences from made-up timings. A file that somebody has edited does not pass for measured."""
     name = "gelu_forward"
     last = len(find_ladder(name).versions)
@@ -233,16 +233,3 @@ def written(folder):
                   results.write, out, [name], report)
     check("dev/lab/RESULTS.md is as the lab wrote it",
           results.is_unchanged((TOP / "dev/lab/RESULTS.md").read_text(encoding="utf-8")))
-
-
-def main():
-    judging()
-    inputs()
-    with tempfile.TemporaryDirectory() as folder:
-        lines(faults(Path(folder) / "copy"))
-        written(Path(folder))
-    return summary()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

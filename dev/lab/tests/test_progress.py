@@ -1,7 +1,4 @@
-"""Test what leads a student on: the list, goals, hints, solutions, times on a GPU and leaderboards.
-
-    python -m dev.lab.tests.test_progress
-"""
+"""Test what leads a student on: the list, goals, hints, solutions, times on a GPU and leaderboards."""
 import contextlib
 import json
 import os
@@ -18,7 +15,7 @@ from dev.lab.exercises import EXERCISES, exercise_names
 from dev.lab.ladder import LAB, parse_sizes
 from dev.lab.submission import Submission, signature, template
 from dev.lab.tests.student import said
-from dev.tests.checks import check, check_refusal, run_program
+from dev.tests.checks import check, check_refusal, fast
 from dev.tests.trainings import call
 
 NAMES = exercise_names()
@@ -70,7 +67,8 @@ def wishes_of(found, **more):
 # ---- The list
 
 
-def lists(folder):
+@fast
+def test_lists(folder):
     """What is solved is marked, the next exercise is named, and a bad file does no harm."""
     _, text, _ = exercise(folder)
     ok("nothing is solved", "*" not in text and all(name in text for name in NAMES), text)
@@ -107,7 +105,8 @@ def lists(folder):
     ok("  and the other one is kept", (folder / "my_progress.json.old").read_bytes() == bad)
 
 
-def what_is_kept(folder):
+@fast
+def test_what_is_kept(folder):
     """The best is kept, and stays when the file is edited."""
     path = written(folder, "gelu_forward")
     for judged, two, wish in (
@@ -142,7 +141,8 @@ def what_is_kept(folder):
 # ---- Goals
 
 
-def goals_of_figures():
+@fast
+def test_goals_of_figures():
     """A goal is asked for what the lab's version does, and for nothing that is reached."""
     for name, wish, lines in (
             ("nothing is counted", [], wishes()),
@@ -175,7 +175,7 @@ def goals_of_figures():
         ok(f"goal: {name}", len(lines) == len(wish) and all(map(re.search, wish, lines)), lines)
 
 
-def traffic_of_softmax(folder):
+def test_traffic_of_softmax(folder):
     """The same from the program's own counts: a block for each row reads 32 numbers side by side,
     that is 4 sectors, but all three times."""
     path = written(folder, "softmax_forward")
@@ -192,7 +192,8 @@ def traffic_of_softmax(folder):
 # ---- Hints and solutions
 
 
-def hints(folder):
+@fast
+def test_hints(folder):
     """One at a time, by name or file; the exercise's file gives none away."""
     for name in NAMES[:4]:
         text = " ".join(template(name).replace("//", "").split())
@@ -226,7 +227,7 @@ def applied(old, diff):
     return "\n".join([*new, *old[at:]]) + "\n"
 
 
-def solutions(folder):
+def test_solutions(folder):
     """A diff turns any exercise's file into the lab's version, which is right."""
     for name in NAMES:
         path = written(folder, name)
@@ -273,7 +274,8 @@ def solutions(folder):
 # ---- On a GPU
 
 
-def on_gpu(folder):
+@fast
+def test_on_gpu(folder):
     """All files that the lab's versions need are compiled for a GPU."""
     for name, wish, C in (("gqa_forward", ["gqa_forward.cu", "repeat_kv_forward.cu", "attention_forward.cu"], None),
                           ("layernorm_forward", ["layernorm_forward.cu"], 768)):
@@ -288,7 +290,8 @@ def on_gpu(folder):
         ok(f"on a GPU: {name}", files == wish and C in (None, c.C), files)
 
 
-def standings():
+@fast
+def test_standings():
     """How a time compares with those of the versions."""
     for own, wish, noted in (
             (4e-4, r"400.0 us .*slower.* version 1 \(300.0 us\).*version 1 .*: naive", [None, 1]),
@@ -316,7 +319,7 @@ RACECHECK = """========= COMPUTE-SANITIZER
 """
 
 
-def sanitizer(folder):
+def test_sanitizer(folder):
     """What compute-sanitizer prints is told with the student's lines."""
     path, program = folder / "my_gelu_forward.cu", folder / "bin/compute-sanitizer"
     path.write_text("one\ntwo\n  sum = x;\n  y = sum;\n")
@@ -353,7 +356,7 @@ def sanitizer(folder):
     ok("compute-sanitizer is absent", lines == [] and "not in PATH" in remark, remark)
 
 
-def measured(folder):
+def test_measured(folder):
     """A time goes from the GPU's process to the list and the leaderboard."""
     path, times = written(folder, "gelu_forward"), on_gpus.Times("NVIDIA H200", 6.1e-5, RUNGS)
 
@@ -379,7 +382,8 @@ def measured(folder):
     ok("the list", "61.0 us on NVIDIA H200, between versions 1 and 2" in exercise(folder)[1])
 
 
-def leaderboards(folder):
+@fast
+def test_leaderboards(folder):
     """One line for each name and exercise, sorted, the best kept."""
     def record(name, own, exercise="gelu_forward", gpu="NVIDIA H200"):
         return progress.record(exercise, on_gpus.Times(gpu, own, RUNGS), name)
@@ -411,7 +415,8 @@ def leaderboards(folder):
     ok("a good name", progress.known_name("Zoë K.-2") == "Zoë K.-2")
 
 
-def refusals(folder):
+@fast
+def test_refusals(folder):
     """A wrong combination of flags is refused by one line."""
     written(folder, "gelu_forward"), written(folder, "adamw")
 
@@ -436,8 +441,3 @@ def refusals(folder):
     refused("has versions 1 to ", *ours, "--solution", "-1")
     refused("is no my_permute.cu; .* permute writes it", "--exercise", "permute", "--solution")
     refused("version 1 has several kernels", "--exercise", "my_adamw.cu", "--solution", "1")
-
-
-if __name__ == "__main__":
-    run_program((lists, what_is_kept, goals_of_figures, traffic_of_softmax, hints, solutions,
-                 on_gpu, standings, sanitizer, measured, leaderboards, refusals))

@@ -1,7 +1,5 @@
 """Test the five small exercises of the lab: what a student would write first, right and wrong.
 
-    python -m dev.lab.tests.test_small_exercises
-
 test_exercise.py tests that the lab's own versions solve them.
 """
 import re
@@ -10,7 +8,7 @@ from dev.lab import grade
 from dev.lab.explain import complaint_lines
 from dev.lab.submission import Submission
 from dev.lab.tests.student import filled, said
-from dev.tests.checks import check, run_program
+from dev.tests.checks import check
 
 NUMBER = """
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
@@ -116,7 +114,7 @@ TRIES = (
 )
 
 
-def tries(folder):
+def test_tries(folder):
     """A right kernel is accepted by all who look, and a wrong one gets the line or the number."""
     for looks_for, variables in ((NUMPY, None), (RACES, grade.race_variables()),
                                  (BOUNDS, grade.sanitizer_variables())):
@@ -145,7 +143,3 @@ def tries(folder):
                 lines = complaint_lines(Submission(path), *result, looks_for == BOUNDS)
                 ok = lines is not None and re.search(wish, said(lines)) if wish else lines == []
                 check(f"{what}, {looks_for or 'compared with NumPy'}", ok, "" if ok else lines)
-
-
-if __name__ == "__main__":
-    run_program((tries,))

@@ -1,8 +1,8 @@
 """Kernels as students write them, right and wrong, and what the lab's judge says of each.
 
-    python -m dev.lab.tests.test_students                 # some of them, others on another day
-    python -m dev.lab.tests.test_students --all           # every one
-    python -m dev.lab.tests.test_students softmax vector  # those with one of these words in their names
+    pytest dev/lab/tests/test_students.py                       # some of them, others on another day
+    pytest dev/lab/tests/test_students.py -m ""                 # every one
+    pytest dev/lab/tests/test_students.py -m "" -k softmax      # those with this word in their names
 
 They are in dev/lab/tests/students. The first line of each says what a GPU makes of it, in three dtypes and at all
 sizes: `// right`, or `// wrong: ` and a regular expression that the judge's message must match. If lines end in `//!`,
@@ -11,14 +11,14 @@ the message must name one of them. Each file is graded by itself, as a student d
 import datetime
 import random
 import re
-import sys
-import time
 from pathlib import Path
+
+import pytest
 
 from dev.lab import grade
 from dev.lab.submission import Submission
 from dev.lab.tests.student import said
-from dev.tests.checks import check, run_tests, summary
+from dev.tests.checks import check
 from prepro_tinyshakespeare import UserError
 
 STUDENTS = Path(__file__).parent / "students"
@@ -57,27 +57,15 @@ def mistake(path, lines):
     return ""
 
 
-def students(paths):
-    """The judge accepts right kernels, and refuses each wrong one with its reason and its line."""
-    for path in paths:
-        begun = time.monotonic()
-        wrong = mistake(path, judged(path))
-        check(path.stem, not wrong, wrong or f"{time.monotonic() - begun:.0f} s")
-
-
-def chosen(words):
-    """The files that the command line names; without words a few that change from day to day."""
+def each():
+    """All files: those that are not drawn today are for `-m longest`."""
     paths = sorted(STUDENTS.glob("*.cu"))
-    if "--all" in words:
-        return paths
-    if words:
-        found = [path for path in paths if any(word in path.stem for word in words)]
-        return found or sys.exit(f"error: {' '.join(words)}: no file of {STUDENTS} has one of these in its name")
-    seed = datetime.date.today().toordinal()
-    print(f"of {len(paths)} kernels, {DRAWN} drawn with seed {seed}")
-    return random.Random(seed).sample(paths, DRAWN)
+    drawn = random.Random(datetime.date.today().toordinal()).sample(paths, DRAWN)
+    return [pytest.param(path, id=path.stem, marks=[pytest.mark.longest] * (path not in drawn)) for path in paths]
 
 
-if __name__ == "__main__":
-    run_tests([students], paths=chosen(sys.argv[1:]))
-    sys.exit(summary())
+@pytest.mark.parametrize("path", each())
+def test_students(path):
+    """The judge accepts right kernels, and refuses each wrong one with its reason and its line."""
+    wrong = mistake(path, judged(path))
+    check(path.stem, not wrong, wrong)

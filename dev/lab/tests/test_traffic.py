@@ -1,7 +1,5 @@
 """Test the count of memory traffic: small kernels whose sectors and turns one counts by hand, an exercise, drawings,
 and the comparison with ncu.
-
-    python -m dev.lab.tests.test_traffic
 """
 import contextlib
 import functools
@@ -19,7 +17,7 @@ from dev.lab import counters, traffic
 from dev.lab.ladder import find_ladder
 from dev.lab.submission import Submission
 from dev.lab.tests.student import filled
-from dev.tests.checks import check, check_refusal, run_program
+from dev.tests.checks import check, check_refusal
 
 HEAD = """#define BLOCK(threads, ...)
 extern "C" { __constant__ int attention_sizes[] = {1, 32, 1, 1}, layernorm_sizes[] = {32, 32, 1}; }
@@ -201,7 +199,7 @@ SMALL = (
 )
 
 
-def small_kernels(folder):
+def test_small_kernels(folder):
     """Small kernels, counted by hand."""
     path, text, marked = folder / "small.cu", HEAD, {}
     for number, (_, _, body) in enumerate(SMALL):
@@ -242,7 +240,7 @@ ROW = """
 """
 
 
-def an_exercise(folder):
+def test_an_exercise(folder):
     """A softmax of a thread a row: 27 rows are 27 sectors a load; the report; and a drawing."""
     path = folder / "my_softmax_forward.cu"
     path.write_text(filled("softmax_forward", ROW))
@@ -280,7 +278,7 @@ def an_exercise(folder):
                   [str(path), "--draw", "1"])
 
 
-def drawings():
+def test_drawings():
     """Bank turns, drawn."""
     def drawn(at, nbytes, kind="load"):
         sample = counted.Sample("tile", 0, 0, nbytes, 4, [at(lane) for lane in range(32)])
@@ -296,7 +294,7 @@ def drawings():
     check("but 32 of an atomic", len(drawn(lambda i: 0, 4, "atomic")) == 32)
 
 
-def sizes():
+def test_sizes():
     """Each ladder's sizes for counting fit its problem, and have several blocks' worth of rows."""
     found = {name: traffic.text_of(traffic.sizes_of(find_ladder(name))) for name in
              ("softmax_forward", "matmul_forward", "attention_forward", "gqa_forward", "global_norm")}
@@ -319,7 +317,7 @@ WIDE = """"ID","Kernel Name","l1tex__t_requests_pipe_lsu_mem_global_op_ld.sum"
 """
 
 
-def ncu_compared(folder):
+def test_ncu_compared(folder):
     """The table beside ncu's counters, of what ncu might print."""
     (folder / "ncu.csv").write_text(NCU)
     (folder / "launched.json").write_text(json.dumps([["residual_forward", 3, ["residual_forward3"]],
@@ -336,7 +334,3 @@ def ncu_compared(folder):
     check_refusal("no folder", "launched.json: could not be read .*--out writes it", counters.main,
                   ["--read", str(folder / "none")])
     check_refusal("no table", "no table", counters.read_ncu, "==ERROR== no permission")
-
-
-if __name__ == "__main__":
-    run_program([small_kernels, an_exercise, drawings, sizes, ncu_compared])

@@ -1,7 +1,5 @@
 """Test what is said of mistakes with CUDA's words: a lane that does not come, a race, a word that is
 not there.
-
-python -m dev.lab.tests.test_word_mistakes
 """
 
 import os
@@ -16,7 +14,7 @@ from dev.cpu.device import Cpu, compiler_of
 from dev.lab.explain import compiler_lines, printed_lines, unbalanced, warning_lines
 from dev.lab.submission import Submission
 from dev.lab.tests.student import said
-from dev.tests.checks import check, refusal, run_program
+from dev.tests.checks import check, refusal
 from dev.tests.small_kernels import HEAD, built, kernel, launch
 from prepro_tinyshakespeare import UserError
 
@@ -54,7 +52,7 @@ STUCK = (  # what the kernel does, what is said; {n} is the number of the line t
 )
 
 
-def stuck(folder):
+def test_stuck(folder):
     """A lane that does not come, or that a mask leaves out; with the student's own line."""
     text, lines = HEAD, []
     for k, (body, _) in enumerate(STUCK):
@@ -254,7 +252,7 @@ RACES = (  # what a kernel of two warps does; the place that must be named, or "
 )
 
 
-def new_races(folder):
+def test_new_races(folder):
     """Races with these words, and none where they order."""
     if not races.finds_races(compiler_of()):
         return
@@ -341,7 +339,7 @@ def compiled(path, text):
     return device, device.warnings
 
 
-def messages(folder):
+def test_messages(folder):
     """What is said of words that are not there."""
 
     def told(body, text, wish, place):
@@ -369,7 +367,7 @@ def messages(folder):
         told(f"{above} {body}".strip(), text, *expected)
 
 
-def warnings(folder):
+def test_warnings(folder):
     """Warnings, printf, what is not set, a recursion."""
     path = folder / "words.cu"
     text = """__device__ int factorial(int n) { return n < 2 ? 1 : n * factorial(n - 1); }
@@ -411,10 +409,3 @@ def warnings(folder):
     )
     device.launch("warned", 64, out, np.ones(64, np.float32))
     check("what is not set is no usual number", abs(out[1]) > 1e30, out[:3])
-
-
-TESTS = (stuck, new_races, messages, warnings)
-
-
-if __name__ == "__main__":
-    run_program(TESTS)

@@ -1,0 +1,100 @@
+"""How pytest runs the tests, in dev/tests and dev/lab/tests: see "Tests" in dev/README.md."""
+import functools
+import inspect
+import os
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from unittest import mock
+
+import pytest
+
+# Before NumPy is imported: kernels compile in half the time, and processes share the cores.
+os.environ |= {"CXXFLAGS": "-O1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", **os.environ}
+
+from dev.features.order import has_gpu
+from dev.lab import workers
+from dev.tests import checks, models
+
+# The longest files begin, so that two processes end together. The tests of SPLIT are shared out one by one.
+FIRST = ("test_ranks", "test_programs", "test_llama3", "test_kills", "test_exercise", "test_races", "test_resume")
+SPLIT = "test_programs", "test_llama3", "test_students"
+
+
+def pytest_addoption(parser):
+    parser.addoption("--device", choices=("cpu", "cuda"), help="only this one (default: the CPU, and a GPU if any)")
+    for name, default in dict(kills=0, faults=3, checked=1, numbers=0, plant=-1).items():
+        parser.addoption(f"--{name}", type=int, default=default, help="for some long tests: their files say which")
+    for name in ("--checkpoint", "--state"):
+        parser.addoption(name, help="of a dump: test_llama3.py")
+
+
+def pytest_configure(config):
+    checks.silent = config.option.verbose < 1
+    if getattr(config.option, "dist", "no") == "load":  # -n: a file's tests share a process
+        config.option.dist, config.option.loadscopereorder = "loadgroup", False
+
+
+def pytest_generate_tests(metafunc):
+    if "device_name" in metafunc.fixturenames:
+        chosen, fits = metafunc.config.option.device, getattr(metafunc.module, "runs_on", bool)
+        names = [chosen] if chosen else ["cpu", *["cuda"] * has_gpu()]
+        metafunc.parametrize("device_name", [name for name in names if fits(name)])
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: [*FIRST, item.path.stem].index(item.path.stem))
+    for item in items:
+        if hasattr(item.obj, "fast"):
+            item.add_marker("fast")
+        if item.path.stem not in SPLIT:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pycollect_makeitem(collector, name, obj):
+    """pytest collects no generators, but a function that returns one."""
+    if name.startswith("test_") and inspect.isgeneratorfunction(obj):
+        test = functools.wraps(obj)(lambda *given: obj(*given))
+        setattr(collector.obj, name, test)
+        return collector.ihook.pytest_pycollect_makeitem(collector=collector, name=name, obj=test)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    """Run a test, which may be a generator. It fails if one of its checks does, and goes on until its end."""
+    checks.failed.clear()
+    try:
+        given = (pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters)
+        checks.compare(checks.title(pyfuncitem.originalname), pyfuncitem.obj(*given))
+    except BaseException as e:
+        print(*checks.failed, sep="\n")
+        if not checks.failed and (name := checks.missing(e)):
+            pytest.skip(f"{name} is not installed")
+        raise
+    return not checks.failed or pytest.fail("\n".join(checks.failed), pytrace=False)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_devices(request):
+    """A file compiles with its own CXXFLAGS, if it has any, and finds no devices of other files."""
+    models.made.clear(), models.launched.clear(), workers.device_of.cache_clear()
+    with mock.patch.dict(os.environ, CXXFLAGS=getattr(request.module, "CXXFLAGS", os.environ["CXXFLAGS"])):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def nothing_remains():
+    """The working directory and the environment stay as they were; random numbers are those of every run."""
+    checks.seed()
+    here = os.getcwd()
+    with mock.patch.dict(os.environ):
+        yield
+    os.chdir(here)
+
+
+@pytest.fixture
+def folder(nothing_remains):
+    """A folder of the test's own."""
+    with TemporaryDirectory() as path:
+        yield Path(path).resolve()
