@@ -16,10 +16,11 @@ from dev.common.bf16 import to_bf16
 from dev.common.config import Config
 from dev.common.flags import parse_flags
 from dev.cpu.device import Cpu
+from dev.features.declare import stack
 from dev.features.devices import FastCuda
 from dev.features.hopper.gelu_products import (
-    HEIGHT, SOURCES, OwnGelu, multiply_dgelu, multiply_gelu, with_own_gelu)
-from dev.features.products import with_timed_products
+    HEIGHT, SOURCES, OwnGelu, multiply_dgelu, multiply_gelu)
+from dev.features.products import TimedProducts
 from dev.lab import timing
 from dev.lab.bench import BF16_LIMIT
 from dev.lab.ladder import parse_sizes
@@ -50,7 +51,7 @@ def make(name):
     config = Config(C=768, NH=12)
     if name == "cpu":
         return Cpu("bf16", config, SOURCES, only=KERNELS)
-    return with_own_gelu(with_timed_products(FastCuda))("bf16", config, SOURCES)
+    return stack(FastCuda, [OwnGelu, TimedProducts])("bf16", config, SOURCES)
 
 
 def array_on(device, shape, dtype):

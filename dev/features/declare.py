@@ -85,3 +85,9 @@ def numbers(values, shape):
     except ValueError:  # lists of several lengths
         return False
     return array.dtype.kind in "iuf" and array.shape == shape
+
+
+def stack(base, classes, own=()):
+    """A subclass of base, with these classes in front of it, the first outermost, and own
+    attributes."""
+    return type(base.__name__, (*filter(None, classes), base), dict(own))

@@ -3,7 +3,7 @@ kernels.cu, and --device cpu and --graph 0, since train_gpt2.py only knows GPUs 
 import train_gpt2
 from dev.common.cuda_source import check_arrays
 from dev.cpu.device import Cpu
-from dev.features.declare import Feature, Flag
+from dev.features.declare import Feature, Flag, stack
 from prepro_tinyshakespeare import UserError
 
 
@@ -40,8 +40,8 @@ def device_class(name, plain=False):
     """The class of the device "cuda" or "cpu"; plain: without train_gpt2.py's section "Faster"."""
     if name == "cpu":
         return Cpu
-    from dev.features.products import with_timed_products
-    return Cuda if plain else with_timed_products(FastCuda)
+    from dev.features.products import TimedProducts
+    return Cuda if plain else stack(FastCuda, [TimedProducts])
 
 
 def make_device(name, dtype, c, plain=False, beside=()):
@@ -59,11 +59,6 @@ class WithoutGraphs:
 
     def repeat(self, graphs, key, work):
         work()
-
-
-def one_by_one(device):
-    """The device class that launches kernels one by one."""
-    return type(device.__name__, (WithoutGraphs, device), {})
 
 
 class OnCpu:

@@ -21,7 +21,7 @@ from dev.features import (
     replay, sample, schedule, shuffled_loader, signals, terminal, tokenizer)
 from dev.features.checkpoints import training
 from dev.features.checkpoints.run_folder import RunFolder
-from dev.features.declare import Flag, key_of, trains
+from dev.features.declare import Flag, key_of, stack, trains
 from dev.features.fp8 import fp8, fp8_all, fp8_head
 from dev.features.hopper import attention_five, gelu_products
 from dev.features.output import go_on_without_output
@@ -64,12 +64,6 @@ SCRATCH = {"cpu": dict(steps=250, learning_rate=1e-3, warmup=25, final_fraction=
            "cuda": dict(batch_size=2, steps=1200, learning_rate=2e-4, warmup=120,
                         final_fraction=0.3, val_every=100, sample_every=400)}
 DESCRIPTORS = "d12, d24, d36, d48 or another depth"
-
-
-def stack(base, classes, own=()):
-    """A subclass of base, with these classes in front of it, the first outermost, and own
-    attributes."""
-    return type(base.__name__, (*filter(None, classes), base), dict(own))
 
 
 def table_of_flags(plain, kind):

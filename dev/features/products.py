@@ -74,10 +74,5 @@ class TimedProducts:
         return best
 
 
-def with_timed_products(device):
-    """A subclass of FastCuda that times algorithms."""
-    return type(device.__name__, (TimedProducts, device), {})
-
-
 FEATURE = Feature("products", lambda flags, ranks: is_fast(flags), device=TimedProducts,
                   chapter="timed products")

@@ -10,11 +10,6 @@ class ReluAttention:
         return [*super().switches(), "-DRELU=1"]
 
 
-def with_relu(device):
-    """A subclass of a device whose kernels have ReLU attention."""
-    return type(device.__name__, (ReluAttention, device), {})
-
-
 FEATURE = Feature(
     "relu", lambda flags, ranks: flags.attention == "relu", device=ReluAttention, flags=(
         Flag(None, "--attention", ("softmax", "relu"), "softmax", "relu: max(0, q.k / sqrt(HS))",

@@ -16,6 +16,7 @@ import numpy as np
 
 from dev.common.config import check_tokens, checkpoint_parts, read_parameters
 from dev.common.flags import parse_flags
+from dev.features.declare import stack
 from dev.features.devices import device_class
 from dev.features.file_kinds import checked_header
 from dev.features.fp8.fp8 import fp8_device
@@ -23,7 +24,7 @@ from dev.features.moments import SOURCE as MOMENTS
 from dev.common.gpus import capability, has_gpu
 from dev.features.order import FLAGS as FEATURE_FLAGS, attach
 from dev.features.recompute import LLAMA_SOURCE as RECOMPUTE_LLAMA, SOURCE as RECOMPUTE
-from dev.features.relu_attention import with_relu
+from dev.features.relu_attention import ReluAttention
 from dev.features.seams import GPT2, Training
 from dev.lab.bench import BF16_LIMIT, Bench, noting, orders
 from dev.lab.formulas import heads, transposed
@@ -61,7 +62,7 @@ def device_of(name, dtype, C, NH, plain=True, architecture=GPT2, only=None, grou
         device = fp8_device(name, c, plain, beside=beside)
     else:
         kind = device_class(name, plain)
-        kind = with_relu(kind) if relu else kind
+        kind = stack(kind, [ReluAttention] if relu else [])
         device = kind(dtype, c, beside, only) if only else kind(dtype, c, beside)
     device.architecture, device.arguments = architecture, arguments
     devices.append((only, device))

@@ -39,8 +39,8 @@ from types import SimpleNamespace
 import numpy as np
 
 from dev.features import fused_biases
-from dev.features.declare import Feature, Flag, Pair, numbers
-from dev.features.devices import Cuda, FastCuda, address_of, device_class, one_by_one
+from dev.features.declare import Feature, Flag, Pair, numbers, stack
+from dev.features.devices import Cuda, FastCuda, WithoutGraphs, address_of, device_class
 from dev.features.fused_biases import kernels_with_output, output_switches
 from prepro_tinyshakespeare import UserError
 from train_gpt2 import EPILOGUES, Row, carve, pointer, stride_of
@@ -317,14 +317,14 @@ class Fp8OnCpu(Fp8):
 
 def with_fp8(device):
     """The device class with FP8."""
-    return type(device.__name__, (Fp8OnCpu if device.name == "cpu" else Fp8OnGpu, device), {})
+    return stack(device, [Fp8OnCpu if device.name == "cpu" else Fp8OnGpu])
 
 
 def fp8_device(name, c, plain=False, graph=True, beside=()):
     """As devices.make_device, for FP8. graph=False: it launches kernels one by one."""
     if plain:
         raise UserError(WITHOUT_PLAIN)
-    kind = device_class(name) if graph else one_by_one(device_class(name))
+    kind = stack(device_class(name), [] if graph else [WithoutGraphs])
     return with_fp8(kind)("fp8", c, (*beside, SUMS, SOURCE))
 
 
