@@ -67,8 +67,14 @@ def tiled(a, x):
     return x.reshape(a.B * a.T, -1)
 
 
+def whole_numbers(a):
+    """The arrays, with turns as int32: the ladder makes all scratch float."""
+    a.turns = a.turns.view(np.int32)
+    return a
+
+
 def delta(device, a):
-    launch_delta(device, a, a.lse, a.out, a.dout, a.B, a.T, a.NH)
+    launch_delta(device, whole_numbers(a), a.lse, a.out, a.dout, a.B, a.T, a.NH)
 
 
 def with_sums(run):
@@ -82,8 +88,8 @@ def with_sums(run):
 
 
 def gradients(device, a):
-    launch_five(device, a, a.dqkv, tiled(a, a.qkv), tiled(a, a.dout), a.scale, a.B, a.T, a.NH,
-                a.NKV)
+    launch_five(device, whole_numbers(a), a.dqkv, tiled(a, a.qkv), tiled(a, a.dout), a.scale, a.B,
+                a.T, a.NH, a.NKV)
 
 
 @with_sums

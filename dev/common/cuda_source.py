@@ -27,8 +27,8 @@ def parameters_of(kernel):
     return found
 
 
-# What arrays of these parameters may have; real is the device's. Bytes may be anything.
-NUMBERS = {"float": "f4", "double": "f8", "int": "i4 u4", "short": "i2 u2", "char": "i1",
+# What arrays of these parameters may have: numbers of this kind, or their bits, unsigned
+NUMBERS = {"float": "f4 u4", "double": "f8 u8", "int": "i4 u4", "short": "i2 u2", "char": "i1",
            "size_t": "i8 u8"}
 known = {}  # {(a Kernel's id, real): the Kernel, and (index, types) of its arrays}
 
@@ -37,7 +37,7 @@ def check_arrays(kernel, args, real):
     """Raise UserError if an array of a launch has other numbers than its parameter."""
     key = id(kernel), real
     if key not in known:
-        types = NUMBERS | {"real": np.dtype(real).str}
+        types = NUMBERS | {"real": f"{np.dtype(real).str} u{np.dtype(real).itemsize}"}
         known[key] = kernel, [
             (i, {*map(np.dtype, f"{types[parameter.kind]} u1".split())})
             for i, parameter in enumerate(parameters_of(kernel))
