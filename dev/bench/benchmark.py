@@ -49,7 +49,7 @@ from dev.bench.step_by_kernel import (
 from dev.common.bf16 import to_bf16
 from dev.common.config import Config
 from dev.common.flags import parse_flags
-from dev.features import order, seams
+from dev.features import devices, order
 from dev.features.devices import FastCuda, make_device
 from dev.features.fp8.fp8 import fp8_device
 from dev.features.order import has_gpu
@@ -153,7 +153,7 @@ def tokens_of(row, folder):
 
 def run_trainer(row, steps, folder, device, *flags):
     """Train with this device class in place of FastCuda, and return what the trainer prints."""
-    seams.FastCuda = device
+    devices.FastCuda = device
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
         order.main([*flags_of(row, steps, folder), "--device", "cuda", *row.flags, *flags],

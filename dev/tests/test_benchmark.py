@@ -10,12 +10,13 @@ import numpy as np
 from dev.bench import benchmark, peers
 from dev.bench.benchmark import FIRST, ROWS, THEN, Row
 from dev.bench.benchmark_tables import FASTER, faster_table, kernel_table, report, step_table
-from dev.bench.step_by_kernel import Recording, by_label, read_table, recorded_steps, work_of_step
+from dev.bench.step_by_kernel import Recorder, Recording, by_label, read_table, recorded_steps, work_of_step
 from dev.common.config import Config
 from dev.cpu.device import Cpu
-from dev.features.seams import GPT2
+from dev.features.seams import GPT2, Training
 from dev.tests.checks import EXACT, check, check_refusal, fast
 from dev.tests.models import FIXTURES
+from prepro_tinyshakespeare import UserError
 from train_gpt2 import pack_batch
 
 GIB = 2**30
@@ -115,11 +116,26 @@ def test_jobs(folder):
     check("no time left", "minutes were over" in benchmark.run_job(0, "time_ours", ROWS[0], folder))
     with contextlib.redirect_stdout(said):
         found = benchmark.run_job(np.inf, "time_ours", ROWS[0], folder)
-    check("a job that fails says why", "no GPU" in found, found)
+    if not benchmark.has_gpu():
+        check("a job that fails says why", "no GPU" in found, found)
     check("names of rows", str(ROWS[-1]) == "124M bf16 B=32 --recompute 2", ROWS[-1])
     results.write_text("")
     with mock.patch.multiple(benchmark, has_gpu=lambda: True, RESULTS=results):
         check_refusal("markers", "RESULTS.md: expected <!-- benchmark: begin -->", benchmark.main, [])
+
+
+def test_device(folder):
+    """The trainer that is timed runs on the device that listens, with the features' classes in front of it."""
+    made = []
+
+    def stop(training):
+        made.append(training.Device)
+        raise UserError("a device was to be made")
+
+    with mock.patch.object(benchmark.devices, "FastCuda"), mock.patch.object(Training, "make_device", stop):
+        check_refusal("device", "a device was to be made", benchmark.run_trainer, ROWS[0], 1, str(folder), Recorder)
+    kinds = made[0].__mro__
+    check("a run's device is the one that listens", Recorder in kinds and kinds.index(Recorder) > 1, kinds)
 
 
 def test_float8(folder):
