@@ -1313,14 +1313,14 @@ def main(arguments=None):
     return order.main(arguments)
 
 
-# ---- Faster. A step of the 124M model in bf16 on an H200, with more on each line:
+# ---- Faster. A step of the 124M model in bf16 on an H100, with more on each line:
 #
 #                                                              B=4          B=32
-#     the plain device                                        11.12 ms     70.61 ms
-#     cuBLASLt with the bias, and Hopper's own attention      14.00        55.70
-#     GELU in the product too                                 13.02        54.27
-#     a step as one graph: this file                           8.27        54.09
-#     the chapters that a run with dev/ attaches               7.84        51.36
+#     the plain device                                        15.59 ms     74.60 ms
+#     cuBLASLt with the bias, and Hopper's own attention      13.34        58.91
+#     GELU in the product too                                 11.91        56.91
+#     a step as one graph: this file                           8.85        56.52
+#     the chapters that a run with dev/ attaches               8.48        54.06
 #
 # At B=4 the host is too slow to launch one kernel after another, until the graph does it.
 
