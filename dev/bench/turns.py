@@ -47,7 +47,8 @@ def unpack(version, folder):
                         f"working tree: {done.stderr.decode().strip()}")
     to = Path(tempfile.mkdtemp(dir=folder))
     with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
-        archive.extractall(to, filter="data")
+        # before Python 3.11.4 there are no filters, which keep files within the folder
+        archive.extractall(to, **(dict(filter="data") if hasattr(tarfile, "data_filter") else {}))
     return to
 
 
