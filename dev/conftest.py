@@ -15,15 +15,16 @@ from dev.features.order import has_gpu
 from dev.lab import workers
 from dev.tests import checks, models
 
-# The longest files begin, so that two processes end together. The tests of SPLIT are shared out one by one.
-FIRST = ("test_ranks", "test_programs", "test_llama3", "test_kills", "test_exercise", "test_races", "test_resume")
+# The longest files begin, so that two processes end together. Those of SPLIT are not kept whole.
+FIRST = ("test_ranks", "test_programs", "test_llama3", "test_kills", "test_exercise", "test_races",
+         "test_resume")
 SPLIT = "test_programs", "test_llama3", "test_students"
 
 
 def pytest_addoption(parser):
-    parser.addoption("--device", choices=("cpu", "cuda"), help="only this one (default: the CPU, and a GPU if any)")
+    parser.addoption("--device", choices=("cpu", "cuda"), help="default: the CPU, and a GPU if any")
     for name, default in dict(kills=0, faults=3, checked=1, numbers=0, plant=-1).items():
-        parser.addoption(f"--{name}", type=int, default=default, help="for some long tests: their files say which")
+        parser.addoption(f"--{name}", type=int, default=default, help="see the files of long tests")
     for name in ("--checkpoint", "--state"):
         parser.addoption(name, help="of a dump: test_llama3.py")
 
@@ -62,7 +63,7 @@ def pytest_pycollect_makeitem(collector, name, obj):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem):
-    """Run a test, which may be a generator. It fails if one of its checks does, and goes on until its end."""
+    """Run a test, which may be a generator. It goes on to its end, and fails if a check did."""
     checks.failed.clear()
     try:
         given = (pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters)
@@ -79,13 +80,14 @@ def pytest_pyfunc_call(pyfuncitem):
 def own_devices(request):
     """A file compiles with its own CXXFLAGS, if it has any, and finds no devices of other files."""
     models.made.clear(), models.launched.clear(), workers.device_of.cache_clear()
-    with mock.patch.dict(os.environ, CXXFLAGS=getattr(request.module, "CXXFLAGS", os.environ["CXXFLAGS"])):
+    own = getattr(request.module, "CXXFLAGS", os.environ["CXXFLAGS"])
+    with mock.patch.dict(os.environ, CXXFLAGS=own):
         yield
 
 
 @pytest.fixture(autouse=True)
 def nothing_remains():
-    """The working directory and the environment stay as they were; random numbers are those of every run."""
+    """Working directory and environment stay; random numbers are those of every run."""
     checks.seed()
     here = os.getcwd()
     with mock.patch.dict(os.environ):

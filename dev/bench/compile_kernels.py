@@ -1,6 +1,6 @@
 """Compile kernels.cu with NVRTC for several GPUs, without having one, and print what ptxas reports.
 
-    python -m dev.bench.compile_kernels         # sm_75 (fp32) sm_80 sm_86 sm_89 sm_90a sm_100 sm_120
+    python -m dev.bench.compile_kernels     # sm_75 (fp32) sm_80 sm_86 sm_89 sm_90a sm_100 sm_120
     python -m dev.bench.compile_kernels sm_90a
     python -m dev.bench.compile_kernels --few   # as CI: all of it for sm_90a, one model for others
 

@@ -99,8 +99,8 @@ class Cpu:
         sources = [*dict.fromkeys([*c.SOURCES, *always, *beside])]
         self.dtype, self.compiled_for, self.HS = dtype or "fp32", c.switches(), c.C // c.NH
         self.students, self.warnings = [*students], ""
-        self.kernels = {name: kernel for name, kernel in checked_kernels(sources).items() if not only
-                        or name in only}
+        self.kernels = {name: kernel for name, kernel in checked_kernels(sources).items()
+                        if not only or name in only}
         self.real = np.float32 if self.dtype in ("fp32", "tf32") else BF16
         self.hopper = "-DHOPPER" in os.environ.get("CXXFLAGS", "").split()  # bf16 alone
         self.races = races.FLAG in os.environ.get("CXXFLAGS", "").split()  # does it look for them?

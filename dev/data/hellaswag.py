@@ -72,8 +72,8 @@ def main(arguments=None):
     flags = parse_flags(__doc__, FLAGS, arguments)
     path = Path(flags.output)
     if path.exists():  # it is complete, since only then it gets its name
-        print(f"{path}: {checked_header(path, EVAL_FILE)[2]:,} questions, is there already; to make "
-              "it anew, delete it")
+        print(f"{path}: {checked_header(path, EVAL_FILE)[2]:,} questions, is there already; to "
+              "make it anew, delete it")
         return
     encoding = gpt2_encoding()
     if flags.input:

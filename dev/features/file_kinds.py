@@ -1,6 +1,6 @@
 """Errors about a file of the wrong kind say what it is, by the first number of its header, and what
-takes it. (The trainer's own error only has the numbers.) Errors about -e name the command that makes
-a checkpoint of what was given.
+takes it. (The trainer's own error only has the numbers.) Errors about -e name the command that
+makes a checkpoint of what was given.
 """
 import re
 import shlex
@@ -46,7 +46,8 @@ def checked_header(path, *kinds):
 def remedy(name):
     """What to do about an -e that is no checkpoint, as the end of an error; "" if nobody knows."""
     path = Path(name)
-    made = "gpt2_124M.bin" if name == "gpt2" else f"{path.resolve().name.removesuffix('.safetensors')}.bin"
+    made = ("gpt2_124M.bin"
+            if name == "gpt2" else f"{path.resolve().name.removesuffix('.safetensors')}.bin")
     convert = shlex.join(["python", "-m", "dev.tools.convert", name, made])
     found = sorted(path.glob("model_*.bin")) if path.is_dir() else []
     if found:

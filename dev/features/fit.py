@@ -8,7 +8,9 @@ from dev.features.declare import Feature
 from prepro_tinyshakespeare import UserError
 from train_gpt2 import BF16, offsets
 
-SPARE = 2**28  # bytes that the first step takes besides: CuPy, cuBLAS and the driver; on the CPU NumPy and threads
+# Bytes that the first step takes besides: CuPy, cuBLAS and the driver; on the CPU NumPy and
+# threads.
+SPARE = 2**28
 
 
 def free_bytes(device):
@@ -21,7 +23,8 @@ def shared_bytes(c, device):
     """The shared memory of a block of attention, and of one that goes back through a layernorm."""
     attention = device.attention_sizes
     of_heads = max(attention.shared_forward, attention.shared_backward)
-    has_layernorms = any(row.name == "ln1b" for row in c.parameter_table())  # Llama's norms take less
+    # Llama's norms take less.
+    has_layernorms = any(row.name == "ln1b" for row in c.parameter_table())
     return of_heads, device.layernorm_sizes.shared_of_row if has_layernorms else 0
 
 
@@ -50,8 +53,8 @@ class Fitting:
             remedies += ["bf16"] * (device.real != BF16 and getattr(device, "capability", 80) >= 80
                                     and larger // 2 <= device.max_shared)
             raise UserError(f"C = {config.C}, NH = {config.NH}: a block needs {larger:,} bytes of "
-                            f"shared memory, and this device ({device}) has {device.max_shared:,}: choose "
-                            f"{' or '.join(remedies)}")
+                            f"shared memory, and this device ({device}) has {device.max_shared:,}: "
+                            f"choose {' or '.join(remedies)}")
         super().check(config, device, B, T)
         asked, free, fits = self.memory(config, device, B, T)
         if asked > free:

@@ -34,7 +34,8 @@ def check_pair(given, paths):
     with None for the path that was derived."""
     for derived, path, other, flag in zip(given, paths, reversed(paths), ("-i", "-j")):
         if derived is None and os.path.exists(other) and paths_of(path) != [path]:
-            raise UserError(f"{path}: does not exist; expected it beside {other}, or give {flag} too")
+            raise UserError(f"{path}: does not exist; expected it beside {other}, or give {flag} "
+                            "too")
 
 
 class FilesLoader(DataLoader):

@@ -1,6 +1,6 @@
 """The words that decode samples: those of gpt2_tokenizer.bin, llm.c's file of GPT-2's words, if it
-is in the current folder; otherwise tiktoken's; without a network only the single bytes. A model with
-another vocabulary is decoded by a gpt2_tokenizer.bin of as many words, or shown as token ids.
+is in the current folder; otherwise tiktoken's; without a network only the single bytes. A model
+with another vocabulary is decoded by a gpt2_tokenizer.bin of as many words, or shown as token ids.
 """
 import functools
 from pathlib import Path
@@ -81,8 +81,8 @@ def words_of_model(V):
 def encoding_of_model(V):
     """The encoding of texts for a model of V words. Raises UserError unless they are GPT-2's."""
     if V not in GPT2_SIZES:
-        raise UserError(f"the model has V = {V:,} words, and GPT-2 {GPT2_SIZES[0]:,}: the tokens of "
-                        "a text in its vocabulary are not known; expected an empty text")
+        raise UserError(f"the model has V = {V:,} words, and GPT-2 {GPT2_SIZES[0]:,}: the tokens "
+                        "of a text in its vocabulary are not known; expected an empty text")
     return gpt2_encoding()
 
 

@@ -4,10 +4,11 @@
     python -m dev.tests.capped 8.6 train_gpt2 -x 100
     python -m dev.tests.capped 8.6 pytest dev/tests/test_fp8.py --device cuda
 
-The host reads the smaller GPU's figures, from dev/common/gpus.py: compute capability, memory, multiprocessors. The
-program's kernels are compiled to PTX for it, as far as the real GPU is newer, and the driver translates that. A launch
-that the smaller GPU would refuse is an error here, too. CuPy and gpus.capability are patched, so the trainer has no
-line for this. CuPy's own kernels, and cuBLAS, run as on the real GPU. Processes that the program starts are not capped.
+The host reads the smaller GPU's figures, from dev/common/gpus.py: compute capability, memory,
+multiprocessors. The program's kernels are compiled to PTX for it, as far as the real GPU is newer,
+and the driver translates that. A launch that the smaller GPU would refuse is an error here, too.
+CuPy and gpus.capability are patched, so the trainer has no line for this. CuPy's own kernels, and
+cuBLAS, run as on the real GPU. Processes that the program starts are not capped.
 """
 import functools
 import runpy
@@ -53,14 +54,15 @@ class Checked:
 
     @functools.cached_property
     def declared(self):
-        """The bytes of shared memory that the kernel declares itself. CuPy asks the driver each time."""
+        """The bytes of shared memory that the kernel declares itself. CuPy asks the driver each
+        time."""
         return self.kernel.shared_size_bytes
 
     def __call__(self, grid, block, args, shared_mem=0):
         asked, gpu = self.declared + shared_mem, self.gpu
         if asked > gpu.of_block:
-            raise UserError(f"{self.name}: a block needs {asked:,} bytes of shared memory, and the {gpu.name} has "
-                            f"{gpu.of_block:,}")
+            raise UserError(f"{self.name}: a block needs {asked:,} bytes of shared memory, and the "
+                            f"{gpu.name} has {gpu.of_block:,}")
         self.kernel(grid, block, args, shared_mem=shared_mem)
 
 
@@ -75,7 +77,8 @@ class Module:
         from cupy.cuda import compiler
         return mock.patch.multiple(
             compiler, _get_arch=lambda: self.target,
-            _get_arch_for_options_for_nvrtc=lambda arch=None: (f"-arch=compute_{self.target}", "ptx"))
+            _get_arch_for_options_for_nvrtc=lambda arch=None: (f"-arch=compute_{self.target}",
+                                                               "ptx"))
 
     def get_function(self, name):
         with self.patched():
@@ -95,11 +98,14 @@ def capped(capability):
     try:
         own = cupy.cuda.Device().compute_capability
     except cupy.cuda.runtime.CUDARuntimeError as e:
-        raise UserError(f"{e}: expected a GPU, newer than the one to run as: check nvidia-smi") from None
+        raise UserError(
+            f"{e}: expected a GPU, newer than the one to run as: check nvidia-smi") from None
     target = min(digits(capability), own, key=int)
     context = ExitStack()
-    context.enter_context(mock.patch.object(gpus, "capability", lambda: int(digits(capability))))  # by the driver
-    context.enter_context(mock.patch.object(cupy.cuda, "Device", device_like(cupy.cuda.Device, capability)))
+    # By the driver.
+    context.enter_context(mock.patch.object(gpus, "capability", lambda: int(digits(capability))))
+    context.enter_context(mock.patch.object(cupy.cuda, "Device",
+                                            device_like(cupy.cuda.Device, capability)))
     context.enter_context(mock.patch.object(
         cupy, "RawModule", functools.partial(Module, cupy.RawModule, GPUS[capability], target)))
     return context
@@ -107,14 +113,15 @@ def capped(capability):
 
 def main():
     if len(sys.argv) < 3 or sys.argv[1] in ("-h", "--help"):
-        raise UserError(f"expected a compute capability ({', '.join(GPUS)}), a module, and its arguments: "
-                        "python -m dev.tests.capped 8.6 test_gpt2 --device cuda")
+        raise UserError(f"expected a compute capability ({', '.join(GPUS)}), a module, and its "
+                        "arguments: python -m dev.tests.capped 8.6 test_gpt2 --device cuda")
     capability, module = sys.argv[1:3]
     del sys.argv[:2]
     with capped(capability):
         gpu = GPUS[capability]
-        print(f"as on the {gpu.name}: compute capability {capability}, {gpu.of_block // KB} KB of shared memory for a "
-              f"block, {gpu.multiprocessors} multiprocessors, {gpu.memory // GB} GB", flush=True)
+        print(f"as on the {gpu.name}: compute capability {capability}, {gpu.of_block // KB} KB of "
+              f"shared memory for a block, {gpu.multiprocessors} multiprocessors, "
+              f"{gpu.memory // GB} GB", flush=True)
         runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 

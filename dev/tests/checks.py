@@ -52,18 +52,24 @@ def seed():
 
 
 def compare(name, rows):
-    """Check what a test yields: (tensor, found, expected, limit). The default limit is that of a kernel."""
+    """Check what a test yields: (tensor, found, expected, limit). The default limit is that of a
+    kernel."""
     for tensor, found, expected, *limit in rows or ():
         found = np.asarray(found)
         [limit] = limit or [BF16_LIMIT if found.dtype == BF16 else KERNEL_LIMIT]
         if limit == EXACT:
             bits = f"u{found.itemsize}"
-            differ = np.count_nonzero(found.view(bits) != stored(np.asarray(expected), found.dtype).view(bits))
-            check(f"{name} {tensor}", differ == 0, f"{differ} of {found.size} differ" if differ else "same bits")
+            differ = np.count_nonzero(found.view(bits) !=
+                                      stored(np.asarray(expected), found.dtype).view(bits))
+            check(f"{name} {tensor}", differ == 0,
+                  f"{differ} of {found.size} differ" if differ else "same bits")
         else:
-            assert found.shape == np.shape(expected), f"{tensor} {found.shape}, expected {np.shape(expected)}"
-            error = np.linalg.norm(to_float(found) - np.float64(expected)) / (np.linalg.norm(expected) or 1)
-            check(f"{name} {tensor}", error <= limit, f"{error:.1e} {'<=' if error <= limit else '> '} {limit:.1e}")
+            assert found.shape == np.shape(
+                expected), f"{tensor} {found.shape}, expected {np.shape(expected)}"
+            error = np.linalg.norm(to_float(found) - np.float64(expected)) / (
+                np.linalg.norm(expected) or 1)
+            check(f"{name} {tensor}", error <= limit,
+                  f"{error:.1e} {'<=' if error <= limit else '> '} {limit:.1e}")
 
 
 def run(name, test, *args):
@@ -76,7 +82,8 @@ def run(name, test, *args):
 
 
 def run_file(module, device_name):
-    """Run a file's tests without pytest. Each gets what its parameters name: device_name; folder, one of its own."""
+    """Run a file's tests without pytest. Each gets what its parameters name: device_name; folder,
+    one of its own."""
     here = os.getcwd()
     for name, test in [*vars(module).items()]:
         if name.startswith("test_"):
@@ -89,7 +96,8 @@ def run_file(module, device_name):
 
 def missing(error):
     """The package of dev/requirements.txt whose absence led to an error, or None."""
-    while error and not (isinstance(error, ImportError) and error.name in PACKAGES and not find_spec(error.name)):
+    while error and not (isinstance(error, ImportError) and error.name in PACKAGES and
+                         not find_spec(error.name)):
         error = error.__cause__ or error.__context__
     return error and error.name
 
@@ -142,6 +150,9 @@ def check_refusal(name, wish, function, *args):
 
 
 def header_refusal(found, *kinds):
-    """The message (a regular expression) about a file whose first two numbers fit none of these kinds."""
-    wishes = (re.escape(f"[{kind.magic}, {' or '.join(map(str, kind.versions))}]") for kind in kinds)
-    return f"begins with {re.escape(str([*found]))}; expected .*{'.*'.join(wishes)}.*: {kinds[0].remedy}"
+    """The message (a regular expression) about a file whose first two numbers fit none of these
+    kinds."""
+    wishes = (re.escape(f"[{kind.magic}, {' or '.join(map(str, kind.versions))}]")
+              for kind in kinds)
+    return (f"begins with {re.escape(str([*found]))}; expected .*{'.*'.join(wishes)}.*: "
+            f"{kinds[0].remedy}")

@@ -1,4 +1,5 @@
-"""Texts in tables, and the programs of dev/data/, which run here as commands in processes of their own.
+"""Texts in tables, and the programs of dev/data/, which run here as commands in processes of their
+own.
 
 Each byte of a text is a token, so GPT-2's vocabulary is not needed.
 """
@@ -17,7 +18,9 @@ from prepro_tinyshakespeare import PRINTING, byte_encoding
 
 EOT = 50256
 BYTE_IDS = {b: i for i, b in enumerate(PRINTING + [b for b in range(256) if b not in PRINTING])}
-HURTFUL = ["", None, "x", "<|endoftext|>", "a<|endoftext|>b\n", "é ß 漢字 🙂 \u0000\r\n", "long " * 60, " ", None, ""]
+HURTFUL = ["", None, "x", "<|endoftext|>", "a<|endoftext|>b\n", "é ß 漢字 🙂 \u0000\r\n",
+            "long " * 60,
+           " ", None, ""]
 
 
 def byte_ids(text):
@@ -28,7 +31,8 @@ def byte_ids(text):
 def some_texts(count, seed):
     """Hurtful texts among harmless ones."""
     draw = random.Random(seed)
-    return [draw.choice(HURTFUL) if draw.random() < 0.4 else "word " * draw.randrange(20) for _ in range(count)]
+    return [draw.choice(HURTFUL) if draw.random() < 0.4 else "word " * draw.randrange(20)
+            for _ in range(count)]
 
 
 def stream_of(texts):
@@ -73,22 +77,25 @@ def replace_or_die(source, target):
     time.sleep({pause})
 
 os.replace = replace_or_die
-time.sleep = lambda seconds, sleep=time.sleep: sleep(min(seconds, 0.1))  # the hub is asked again sooner
+# the hub is asked again sooner
+time.sleep = lambda seconds, sleep=time.sleep: sleep(min(seconds, 0.1))
 program.run_main(program.main)
 """
 
 
 def start(program, folder, *flags, batch=200, die_at=0, pause=0):
-    """Start a program in a folder. It kills itself after its n-th file has its name (die_at=n), or before
-    (die_at=n-0.5). It pauses after each file."""
+    """Start a program in a folder. It kills itself after its n-th file has its name (die_at=n), or
+    before (die_at=n-0.5). It pauses after each file."""
     code = COMMAND.format(program=program, batch=batch, die_at=die_at, pause=pause)
     return subprocess.Popen([sys.executable, "-c", code, *map(str, flags)], cwd=folder, text=True,
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
-                            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # not as a background job
+                            # Not as a background job.
+                            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
 
 
 def finish(process):
-    """(exit status, stdout, stderr) of a program. Its workers have the same stdout, so this waits for them, too."""
+    """(exit status, stdout, stderr) of a program. Its workers have the same stdout, so this waits
+    for them, too."""
     out, err = process.communicate(timeout=30)
     return process.returncode, out, err
 
@@ -98,7 +105,8 @@ def command(program, folder, *flags, **options):
 
 
 def check_command(name, wish, result, status=0):
-    """Check a program's exit status and what it said (a regular expression): one line if it failed."""
+    """Check a program's exit status and what it said (a regular expression): one line if it
+    failed."""
     code, out, err = result
     ok = code == status and (re.search(wish, out) and not err if status == 0 else re.fullmatch(
         f"error: .*{wish}.*\n", err))
@@ -107,7 +115,8 @@ def check_command(name, wish, result, status=0):
 
 def in_process(program, *flags):
     """Run a program's main() in this process, if it needs no workers. Returns what it printed."""
-    with mock.patch.object(program, "gpt2_encoding", byte_encoding), contextlib.redirect_stdout(io.StringIO()) as out:
+    with mock.patch.object(program, "gpt2_encoding",
+                           byte_encoding), contextlib.redirect_stdout(io.StringIO()) as out:
         program.main([str(flag) for flag in flags])
     return out.getvalue()
 

@@ -1,4 +1,5 @@
-"""Models and devices for tests; checks of kernels against their formulas, and of models against PyTorch's tensors.
+"""Models and devices for tests; checks of kernels against their formulas, and of models against
+PyTorch's tensors.
 
 test_gpt2.py and test_llama3.py use this for their two architectures.
 """
@@ -28,26 +29,29 @@ from dev.features.relu_attention import ReluAttention
 from dev.features.seams import GPT2, Training
 from dev.lab.bench import BF16_LIMIT, Bench, noting, orders
 from dev.lab.formulas import heads, transposed
-from dev.lab.ladder import config_of, describe_choice, find_ladder, launched_by, model_of, parse_sizes
+from dev.lab.ladder import (config_of, describe_choice, find_ladder, launched_by, model_of,
+                            parse_sizes)
 from dev.llama3.train_llama3 import Llama3
 from dev.tests.checks import check, run
 from prepro_tinyshakespeare import UserError, replace_file
 from train_gpt2 import (HEADER_BYTES, HERE, FileKind, Row, carve, check_size, offsets,
                         pack_batch, read_kernels, to_float)
 
-# Limits for a whole model. How large the errors of bf16 are depends on the model: with parameters of deviation 0.08,
-# PyTorch's own autocast is off by 2.0e-2, and this program by 2.4e-2. It rounds more than autocast does: embeddings,
-# the weights of norms, and the gradient of the residual stream. So if a dump has autocast's error of a tensor, the
-# limit is 1.6 times that, but no less than the cost of two or three roundings in a row. (A single parameter that is
-# rounded the other way can change the error by a twentieth.)
+# Limits for a whole model. How large the errors of bf16 are depends on the model: with parameters
+# of deviation 0.08, PyTorch's own autocast is off by 2.0e-2, and this program by 2.4e-2. It rounds
+# more than autocast does: embeddings, the weights of norms, and the gradient of the residual
+# stream. So if a dump has autocast's error of a tensor, the limit is 1.6 times that, but no less
+# than the cost of two or three roundings in a row. (A single parameter that is rounded the other
+# way can change the error by a twentieth.)
 LIMITS = {"fp32": 2e-5, "tf32": 3e-3, "bf16": 3e-2}
 AUTOCAST_MARGIN, AUTOCAST_FLOOR = 1.6, 2.5 * BF16_LIMIT
 made = {}  # {arguments of device_of: [(the device's kernels, or None for all, the device)]}
 
 
 def device_of(name, dtype, C, NH, plain=True, architecture=GPT2, only=None, group=None, relu=0):
-    """A device for an architecture, compiled once. plain makes no difference on a CPU. only: the kernels to compile
-    (default: all). group, relu: attention's switches, as in Compiled; without a group, SMALL_MODEL's."""
+    """A device for an architecture, compiled once. plain makes no difference on a CPU. only: the
+    kernels to compile (default: all). group, relu: attention's switches, as in Compiled; without a
+    group, SMALL_MODEL's."""
     only = set(only) if only and name == "cpu" else None
     small = SMALL_MODEL.get(architecture, {})
     group = group or small.get("NH", 1) // small.get("NKV", small.get("NH", 1))
@@ -56,7 +60,8 @@ def device_of(name, dtype, C, NH, plain=True, architecture=GPT2, only=None, grou
     for kernels, device in devices:
         if kernels is None or only and only <= kernels:
             return device
-    c = config_of(C, NH, group) if architecture is GPT2 else architecture.Config(C=C, NH=NH, NKV=NH // group)
+    c = (config_of(C, NH, group)
+         if architecture is GPT2 else architecture.Config(C=C, NH=NH, NKV=NH // group))
     beside = [MOMENTS, RECOMPUTE] if architecture is GPT2 else [MOMENTS, RECOMPUTE, RECOMPUTE_LLAMA]
     if dtype == "fp8":
         device = fp8_device(name, c, plain, beside=beside)
@@ -88,8 +93,9 @@ def fits(device_name, C=0, HS=0, **other):
 
 
 def check_kernels(device_name, dtype, names, models, only=None, architecture=GPT2):
-    """Check the trainer's versions of these kernels, or of `only` one: a check for each size and each choice of what
-    can be chosen. They are compiled for the one of the models, (C, NH), whose sizes fit."""
+    """Check the trainer's versions of these kernels, or of `only` one: a check for each size and
+    each choice of what can be chosen. They are compiled for the one of the models, (C, NH), whose
+    sizes fit."""
     wanted = []  # (kernel, version, sizes as a text, the Compiled)
     for name in [only] if only else names:
         try:
@@ -102,14 +108,15 @@ def check_kernels(device_name, dtype, names, models, only=None, architecture=GPT
                 wanted += [(kernel, version, sizes, model_of(kernel, parse_sizes(sizes), models))
                            for sizes in (*kernel.checks, *kernel.trainer_checks)
                            if fits(device_name, **parse_sizes(sizes))]
-    named, known = {}, read_kernels([*architecture.Config.SOURCES, MOMENTS, RECOMPUTE, RECOMPUTE_LLAMA])
+    named, known = {}, read_kernels([*architecture.Config.SOURCES, MOMENTS, RECOMPUTE,
+                                     RECOMPUTE_LLAMA])
     for kernel, _, _, model in wanted:
         named.setdefault(model, set()).add(kernel.name)
 
     def device_for(model):  # the first model's device has all kernels, since other tests share it
         needed = None if model == models[0] and not only else launched_by(named[model], known)
-        return device_of(device_name, dtype, model.C, model.NH, architecture=architecture, only=needed,
-                         group=model.group, relu=model.relu)
+        return device_of(device_name, dtype, model.C, model.NH, architecture=architecture,
+                         only=needed, group=model.group, relu=model.relu)
 
     if device_name == "cpu":  # each compiler takes a core
         with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -117,12 +124,14 @@ def check_kernels(device_name, dtype, names, models, only=None, architecture=GPT
     for kernel, version, sizes, model in wanted:
         device, title = device_for(model), f"{kernel.name} {sizes} {dtype}"
         # Without CuPy's pool, which to a sanitizer looks like one large array.
-        without_pool = device.cupy.cuda.using_allocator(None) if device_name == "cuda" else contextlib.nullcontext()
+        without_pool = (device.cupy.cuda.using_allocator(None)
+                        if device_name == "cuda" else contextlib.nullcontext())
         with without_pool, noting(device, launched):
             try:
                 bench = Bench(kernel, device, parse_sizes(sizes))
                 choices = version.choices(device, few=True) if bench.fits(version) else ()
-                choices = [choice for choice in choices if choice.get("threads") is None]  # the lab tries others
+                # The lab tries others.
+                choices = [choice for choice in choices if choice.get("threads") is None]
             except Exception as e:
                 check(title, False, f"{type(e).__name__}: {e}")
                 continue
@@ -146,13 +155,16 @@ def poison(model, *arenas):
         model.device.put(model.arenas[name], np.full(model.arenas[name].nbytes, 255, np.uint8))
 
 
-# The sizes of the model that tests of steps use. C and NH are the fixture's, so that they share a compiled library
-SMALL_MODEL = {GPT2: dict(V=257, L=2, NH=2, C=64, Vp=384), Llama3: dict(V=257, L=2, NH=2, C=64, NKV=1)}
+# The sizes of the model that tests of steps use. C and NH are the fixture's, so that they share a
+# compiled library
+SMALL_MODEL = {GPT2: dict(V=257, L=2, NH=2, C=64, Vp=384),
+               Llama3: dict(V=257, L=2, NH=2, C=64, NKV=1)}
 
 
 def write_checkpoint(path, model):
     """Write a checkpoint of a model, as a run does."""
-    replace_file(path, map(model.device.get, checkpoint_parts(model.config, model.params, model.device.real)))
+    replace_file(path, map(model.device.get,
+                           checkpoint_parts(model.config, model.params, model.device.real)))
 
 
 def model_class(architecture, *given):
@@ -160,16 +172,18 @@ def model_class(architecture, *given):
     return attach(parse_flags("", FEATURE_FLAGS, given), Training, architecture)[1]
 
 
-def poisoned_model(device, B, T, kind="softmax", recompute=0, moments="fp32", fp8="layers", **sizes):
-    """A model with parameters of deviation 0.2, whose activations and gradients are NaN until they are computed. kind:
-    of attention, which the device is compiled for."""
+def poisoned_model(device, B, T, kind="softmax", recompute=0, moments="fp32", fp8="layers",
+                   **sizes):
+    """A model with parameters of deviation 0.2, whose activations and gradients are NaN until they
+    are computed. kind: of attention, which the device is compiled for."""
     c = device.architecture.Config(**{"maxT": T} | SMALL_MODEL[device.architecture] | sizes)
     device = for_attention(device, kind) if kind == "relu" else device
-    Model = model_class(device.architecture, "--dtype", device.dtype, "--recompute", f"{recompute}", "--moments",
-                        moments, "--fp8", fp8)
+    Model = model_class(device.architecture, "--dtype", device.dtype, "--recompute", f"{recompute}",
+                        "--moments", moments, "--fp8", fp8)
     model = Model(c, device, B, T)
     poison(model, "activations", "backward", "gradients")
-    values = np.random.default_rng(1).normal(0, 0.2, offsets(c.parameter_table())[-1] // 4).astype(np.float32)
+    values = np.random.default_rng(1).normal(0, 0.2, offsets(c.parameter_table())[-1] // 4).astype(
+        np.float32)
     model.set_parameters(vars(carve(values.view(np.uint8), c.parameter_table())).items())
     return model
 
@@ -191,27 +205,31 @@ LOWER = np.uint32([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])  # around half a unit 
 # ---- The whole model against a dump
 
 DEBUG_STATE = {GPT2.Config: FileKind("debug state", 20240327, (2,),
-                                     "llm.c's train_gpt2.py or dev/bench/torch_reference.py writes one"),
+                                     "llm.c's train_gpt2.py or dev/bench/torch_reference.py writes "
+                                     "one"),
                Llama3.Config: FileKind("Llama 3 debug state", 20240803, (3,),
                                        "dev/bench/torch_reference.py writes one")}
 
 
 HYPERPARAMETERS = ("learning_rate", "beta1", "beta2", "eps", "weight_decay")
 LLM_C_LOSSES = [  # the 124M model's, from llm.c's fp32 tests and from its mixed-precision test
-    ((1e-4, 0.9, 0.999, 1e-8, 0.01), (5.270007, 4.059707, 3.375123, 2.800783, 2.315382, 1.849029, 1.394656, 0.999147,
-                                      0.624080, 0.376511)),
-    ((1e-4, 0.9, 0.95, 1e-8, 0.0), (5.270009, 4.060681, 3.320085, 2.717550, 2.181066, 1.653923, 1.168050, 0.736873,
-                                    0.401021, 0.187493))]
+    ((1e-4, 0.9, 0.999, 1e-8, 0.01), (5.270007, 4.059707, 3.375123, 2.800783, 2.315382, 1.849029,
+                                      1.394656, 0.999147, 0.624080, 0.376511)),
+    ((1e-4, 0.9, 0.95, 1e-8, 0.0), (5.270009, 4.060681, 3.320085, 2.717550, 2.181066, 1.653923,
+                                    1.168050, 0.736873, 0.401021, 0.187493))]
 
 
 def read_debug_state(path, c):
-    """A debug state for a model of config c: x, y (B,T) int32, logits (B,T,V), loss, and gradients {name: array}.
-    Raises UserError."""
+    """A debug state for a model of config c: x, y (B,T) int32, logits (B,T,V), loss, and gradients
+    {name: array}. Raises UserError."""
     kind = DEBUG_STATE[type(c)]
-    B, T, recorded = checked_header(path, kind)[2:5]  # GPT-2's does not end with recorded losses and norms
+    # GPT-2's does not end with recorded losses and norms.
+    B, T, recorded = checked_header(path, kind)[2:5]
     if B < 1 or not 1 <= T <= c.maxT:
-        raise UserError(f"{path}: B = {B}, T = {T} in its header; expected 1 <= B and 1 <= T <= maxT = {c.maxT}")
-    rows = [Row("x", (B, T), np.int32), Row("y", (B, T), np.int32), Row("logits", (B, T, c.V)), Row("loss", ())]
+        raise UserError(f"{path}: B = {B}, T = {T} in its header; expected 1 <= B and 1 <= T <= "
+                        f"maxT = {c.maxT}")
+    rows = [Row("x", (B, T), np.int32), Row("y", (B, T), np.int32), Row("logits", (B, T, c.V)),
+            Row("loss", ())]
     rows += c.file_table()
     check_size(path, kind, HEADER_BYTES + sum(row.nbytes for row in rows) + 2 * 4 * recorded)
     state = {}
@@ -226,24 +244,28 @@ def read_debug_state(path, c):
 
 
 def dump_limit(dtype, report, tensor, sign_changes=0):
-    """The limit for "loss", "logits", or the gradient of the parameter with this name. In bf16, if the dump's report
-    has autocast's error, it is AUTOCAST_MARGIN times that, but no less than AUTOCAST_FLOOR."""
+    """The limit for "loss", "logits", or the gradient of the parameter with this name. In bf16, if
+    the dump's report has autocast's error, it is AUTOCAST_MARGIN times that, but no less than
+    AUTOCAST_FLOOR."""
     error = report.get("autocast_errors", {}).get(tensor) if dtype == "bf16" else None
-    return LIMITS[dtype] + sign_changes if error is None else max(AUTOCAST_MARGIN * error, AUTOCAST_FLOOR)
+    return LIMITS[dtype] + sign_changes if error is None else max(AUTOCAST_MARGIN * error,
+                                                                  AUTOCAST_FLOOR)
 
 
 def sign_changes(model, limit):
-    """How far off gradients may be with ReLU attention. A rounding error of `limit` flips the sign of scores near 0,
-    which turns their gradients on or off. If a share s of the scores flip, the error is about sqrt(s)."""
+    """How far off gradients may be with ReLU attention. A rounding error of `limit` flips the sign
+    of scores near 0, which turns their gradients on or off. If a share s of the scores flip, the
+    error is about sqrt(s)."""
     qkv = to_float(model.device.get(model.acts.qkv)).astype(np.float64)  # (L,N,3C)
-    q, k, _ = heads(qkv.reshape(-1, model.BT[1], qkv.shape[-1]), 3, model.config.NH)  # (L*B,NH,T,HS) each
+    # (L*B,NH,T,HS) each.
+    q, k, _ = heads(qkv.reshape(-1, model.BT[1], qkv.shape[-1]), 3, model.config.NH)
     score = (q @ transposed(k))[..., np.tri(q.shape[-2], dtype=bool)]
     return 3 * np.sqrt(np.mean(abs(score) < limit * np.sqrt(np.mean(score**2))))
 
 
 def dump(device, checkpoint, state, kind, limit_of, losses=(), bound=0, hyperparameters=None):
-    """Compare the logits, the loss and the gradients with a debug state, and the losses before each of ten updates on
-    its one batch with these losses, if given, within bound."""
+    """Compare the logits, the loss and the gradients with a debug state, and the losses before each
+    of ten updates on its one batch with these losses, if given, within bound."""
     c, dtype = device.architecture.Config.from_file(checkpoint), device.dtype
     truth = read_debug_state(state, c)
     model = poisoned_model(device, *truth.x.shape, kind, **dataclasses.asdict(c))
@@ -263,18 +285,22 @@ def dump(device, checkpoint, state, kind, limit_of, losses=(), bound=0, hyperpar
 
 
 def check_dump(where, checkpoint, state, kind=None, fp32_bound=1e-2):
-    """Compare with a debug state, and with ten losses if they are known: from the file beside it, or because the dump
-    is llm.c's. where: (device's name, dtype, whether it is the plain device, architecture)."""
+    """Compare with a debug state, and with ten losses if they are known: from the file beside it,
+    or because the dump is llm.c's. where: (device's name, dtype, whether it is the plain device,
+    architecture)."""
     device_name, dtype, plain, architecture = where
     prefix = str(state).removesuffix(".bin").removesuffix("_debug_state")
-    report = json.loads(Path(f"{prefix}_losses.json").read_text()) if Path(f"{prefix}_losses.json").exists() else {}
+    report = (json.loads(Path(f"{prefix}_losses.json").read_text())
+              if Path(f"{prefix}_losses.json").exists() else {})
     kind, known = kind or report.get("attention", "softmax"), []
-    limit_of = functools.partial(dump_limit, dtype, report if kind == report.get("attention") else {})
+    limit_of = functools.partial(dump_limit, dtype,
+                                 report if kind == report.get("attention") else {})
     if kind == report.get("attention"):
         bound = fp32_bound if dtype == "fp32" else 3e-2
         known.append((report["losses"], bound, {name: report[name] for name in HYPERPARAMETERS}))
     if kind == "softmax" and Path(prefix).name == "gpt2_124M":
-        known += [(losses, 1e-2, dict(zip(HYPERPARAMETERS, values))) for values, losses in LLM_C_LOSSES]
+        known += [(losses, 1e-2, dict(zip(HYPERPARAMETERS, values)))
+                  for values, losses in LLM_C_LOSSES]
     c = architecture.Config.from_file(checkpoint)
     device = device_of(device_name, dtype, c.C, c.NH, plain, architecture, group=c.NH // c.NKV)
     for ten in known or [()]:
@@ -283,13 +309,15 @@ def check_dump(where, checkpoint, state, kind=None, fp32_bound=1e-2):
 
 FIXTURES = HERE / "dev/fixtures"
 FLAGS = [  # name, form, what it is
-    ("--device", {"choices": ("cpu", "cuda")}, "only on this one (default: the CPU, and a GPU if there is one)"),
+    ("--device", {"choices": ("cpu", "cuda")},
+     "only on this one (default: the CPU, and a GPU if there is one)"),
     ("--dtype", {"choices": tuple(LIMITS)}, "only with this one (default: all)"),
     ("--plain", {"type": int, "choices": (0, 1)},
      "on a GPU, only the plain device (1) or the fast one (0; default: both)"),
     ("--checkpoint", {}, "the checkpoint of a dump; with --state, only this dump is compared"),
     ("--state", {}, "the debug state of the dump"),
-    ("--attention", {"choices": ("softmax", "relu")}, "the dump's (default: what its losses' file says, else softmax)"),
+    ("--attention", {"choices": ("softmax", "relu")},
+     "the dump's (default: what its losses' file says, else softmax)"),
     ("--kernels", {"action": "store_true"}, "only the kernels"),
     ("--only", {}, "only this kernel"),
 ]
@@ -299,7 +327,8 @@ def read_flags(description, kernels):
     """The flags of a test program with these kernels."""
     parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
     for name, form, text in FLAGS:
-        parser.add_argument(name, help=text, **form, **({"choices": kernels} if name == "--only" else {}))
+        parser.add_argument(name, help=text, **form,
+                            **({"choices": kernels} if name == "--only" else {}))
     flags = parser.parse_args()
     if bool(flags.checkpoint) != bool(flags.state) or flags.attention and not flags.state:
         parser.error("--checkpoint and --state go together, and --attention with them")
@@ -314,8 +343,8 @@ def dtypes_of(device_name):
 def places_of(flags):
     """Each combination of (device's name, dtype) that the flags ask for."""
     return [(name, dtype)
-            for name in ([flags.device] if flags.device else ["cpu", "cuda"] if has_gpu() else ["cpu"])
-            for dtype in ([flags.dtype] if flags.dtype else dtypes_of(name))]
+            for name in ([flags.device] if flags.device else ["cpu", "cuda"] if has_gpu() else
+                         ["cpu"]) for dtype in ([flags.dtype] if flags.dtype else dtypes_of(name))]
 
 
 def each_device(flags):
@@ -326,7 +355,8 @@ def each_device(flags):
 
 
 def each_kind(flags, name, dtype):
-    """Yield `plain` (1 or 0) for each kind of device that the flags ask for. A CPU has only one kind."""
+    """Yield `plain` (1 or 0) for each kind of device that the flags ask for. A CPU has only one
+    kind."""
     for plain in (1, 0) if name == "cuda" else (1,):
         if name != "cuda" or flags.plain in (None, plain):
             if name == "cuda":

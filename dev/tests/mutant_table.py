@@ -1,20 +1,25 @@
-"""The mutants of mutants.py: one-line changes of kernels, each with the kernel whose checks must notice it."""
+"""The mutants of mutants.py: one-line changes of kernels, each with the kernel whose checks must
+notice it."""
 from typing import NamedTuple
 
 KERNELS, LLAMA, TILES = "kernels.cu", "dev/llama3/llama3.cu", "dev/lab/tiles.cu"
-MOMENTS, FP8, OUTLIERS = "dev/features/moments.cu", "dev/features/fp8/fp8.cu", "dev/features/outliers.cu"
-FP8_OUTPUT, BOXES, SUMS = "dev/features/fp8/fp8_output.cuh", "dev/cpu/hopper.h", "dev/features/ranks/sums.cu"
+MOMENTS, FP8, OUTLIERS = ("dev/features/moments.cu", "dev/features/fp8/fp8.cu",
+                          "dev/features/outliers.cu")
+FP8_OUTPUT, BOXES, SUMS = ("dev/features/fp8/fp8_output.cuh", "dev/cpu/hopper.h",
+                           "dev/features/ranks/sums.cu")
 FUSED, RECOMPUTE = "dev/features/fused_biases.cu", "dev/features/recompute.cu"
 RECOMPUTE_LLAMA = "dev/features/recompute_llama.cu"
 FUSED_TESTS = "attention", "rows"  # of test_fused_biases.py
-OUT_OF_BOUNDS = "out of bounds"  # a kind: it reads what it does not use, which only AddressSanitizer sees
+# A kind: it reads what it does not use, which only AddressSanitizer sees.
+OUT_OF_BOUNDS = "out of bounds"
 
 
 class Mutant(NamedTuple):
     kind: str
     kernel: str  # the lab's kernel whose checks must fail; for fp8, SUMS and FUSED_TESTS, the test
     dtype: str
-    where: str  # the function: its name, or more of its definition from the name on; "": the whole file
+    # The function: its name, or more of its definition from the name on; "": the whole file.
+    where: str
     old: str  # is there exactly once
     new: str
     file: str = KERNELS
@@ -26,7 +31,8 @@ def of_lab(kernel, *rows, dtype="fp32"):
 
 
 def of(kernel, *rows, dtype="fp32", file=KERNELS, flag=""):
-    return [Mutant(kind, kernel, dtype, where, old, new, file, flag) for kind, where, old, new in rows]
+    return [Mutant(kind, kernel, dtype, where, old, new, file, flag)
+            for kind, where, old, new in rows]
 
 
 AS_HOPPER, AS_TURING = "-DHOPPER", "-DTURING"
@@ -53,18 +59,22 @@ TABLE = [
         ("mask", "encoder_backward_wpe", "if (i < TC)", "")),
     *of("layernorm_forward",
         ("constant", "residual_layernorm_forward", " + 1e-5f", ""),
-        ("constant", "residual_layernorm_forward", "warp_sum(sum) / C;", "warp_sum(sum) / (C - 1);"),
+        ("constant", "residual_layernorm_forward", "warp_sum(sum) / C;",
+         "warp_sum(sum) / (C - 1);"),
         ("missing term", "residual_layernorm_forward", " + b[i]", ""),
-        ("missing term", "residual_layernorm_forward", "(v[k][i] - m) * (v[k][i] - m)", "v[k][i] * v[k][i]"),
+        ("missing term", "residual_layernorm_forward", "(v[k][i] - m) * (v[k][i] - m)",
+         "v[k][i] * v[k][i]"),
         ("missing term", "residual_layernorm_forward", "store(copy + start + c, v[k]);", ""),
         ("index", "residual_layernorm_forward", "load<4>(bias + c)", "load<4>(weight + c)")),
     *of("fused_residual_forward",
         ("missing term", "residual_layernorm_forward", "store(x + start + c, v[k]);", ""),
-        ("missing term", "residual_layernorm_forward", "v[k] = v[k] + load<4>(branch", "v[k] = load<4>(branch"),
+        ("missing term", "residual_layernorm_forward", "v[k] = v[k] + load<4>(branch",
+         "v[k] = load<4>(branch"),
         ("index", "each_pack", "n * threads * k", "n * k")),
     *of("fused_residual_forward",
         ("index", "residual_layernorm_into", "branch ? before : x", "x"),
-        ("missing term", "residual_layernorm_into", "store(x + start + c, v[k]);", ""), file=RECOMPUTE),
+        ("missing term", "residual_layernorm_into", "store(x + start + c, v[k]);", ""),
+        file=RECOMPUTE),
     *of("layernorm_again", ("missing term", "layernorm_again", " * rstd[row]", ""), file=RECOMPUTE),
     *of("layernorm_again",
         ("index", "row_of_number", "(C / W)", "(C / W + 1)")),
@@ -72,7 +82,8 @@ TABLE = [
         ("missing term", "layernorm_backward", " - average_dnorm - norm", " - norm"),
         ("missing term", "layernorm_backward", "norm * average_dnorm_norm", "average_dnorm_norm"),
         ("missing term", "layernorm_backward", "g[i] += s *", "g[i] = s *"),
-        ("missing term", "layernorm_backward", "sums[1][k][i] += d[i];", "sums[1][k][i] += d[i] * w[i];"),
+        ("missing term", "layernorm_backward", "sums[1][k][i] += d[i];",
+         "sums[1][k][i] += d[i] * w[i];"),
         ("index", "layernorm_backward", "next_mean = mean[row + step]", "next_mean = mean[row]"),
         ("missing wait", "layernorm_backward", "wait_for_copies<1>();", ""),
         ("missing wait", "layernorm_backward", "wait_for_copies<0>();", ""),
@@ -97,8 +108,8 @@ TABLE = [
          "out.store(i, x), out.numbers[(size_t)N * OC] = out.numbers[i];")),
     *of("gelu_forward",
         ("stride", "first_number", "W * ((size_t)", "4 * ((size_t)"),
-        ("rounding", "gelu_forward", "x[j] = gelu(x[j]);", "x[j] = gelu(x[j]) * (i + j == 77 ? 1.2f : 1.0f);"),
-        CUT_OFF, dtype="bf16"),
+        ("rounding", "gelu_forward", "x[j] = gelu(x[j]);",
+         "x[j] = gelu(x[j]) * (i + j == 77 ? 1.2f : 1.0f);"), CUT_OFF, dtype="bf16"),
     *of("gelu_backward",
         ("constant", "gelu_derivative", "3.0f *", "2.0f *"),
         ("constant", "gelu_derivative", "(x + 0.044715f", "(x + 0.0447f"),
@@ -108,9 +119,11 @@ TABLE = [
         ("mask", "classify_rows", "if (v + i >= V) l[i]", "if (v + i > V) l[i]"),
         ("missing term", "classify_rows", "sum *= exponential(before - largest)", "sum *= 1.0f"),
         ("missing term", "classify_rows", "logf(sum) + top -", "logf(sum) -"),
-        ("missing term", "classify_rows", "v + i == target ? dloss : 0.0f", "v + i == target ? 1.0f : 0.0f"),
+        ("missing term", "classify_rows", "v + i == target ? dloss : 0.0f",
+         "v + i == target ? 1.0f : 0.0f"),
         ("missing term", "classify_rows", "logf(sum / dloss)", "logf(sum)"),
-        ("bound", "classify_rows", "two_rows || v < kept ? cached", "two_rows || v <= kept ? cached"),
+        ("bound", "classify_rows", "two_rows || v < kept ? cached",
+         "two_rows || v <= kept ? cached"),
         ("missing wait", "classify_rows", "wait_for_copies<1>()", "wait_for_copies<2>()"),
         ("index", "classify_rows", "stage ^= two_rows", "stage ^= 1")),
     *of("crossentropy_forward",
@@ -132,7 +145,8 @@ TABLE = [
         ("missing term", "judge", "1.0f - v.stopped", "1.0f")),
     *of("adamw",
         ("missing term", "adamw_step", " + a.eps)", ")"),
-        ("missing term", "adamw_step", "sqrtf(m2[j] * a.correction2) + a.eps", "sqrtf(m2[j] * a.correction2 + a.eps)"),
+        ("missing term", "adamw_step", "sqrtf(m2[j] * a.correction2) + a.eps",
+         "sqrtf(m2[j] * a.correction2 + a.eps)"),
         ("mask", "adamw_step", "norm > a.clip", "norm > 0.0f"),
         ("mask", "adamw_step", "a.clip > 0.0f &&", ""),
         ("mask", "adamw_step", "decayed[tensor] ?", "decayed[0] ?"),
@@ -153,8 +167,10 @@ TABLE = [
       for mutant in of(kernel, CUT_OFF, dtype="bf16")),
     *of("attention_forward",
         ("mask", "hide_future", "c > r", "c >= r"),
-        ("missing term", "attention_forward", "power_of_2(scale2 * (before[e] - maximum[e]))", "1.0f"),
-        ("index", "quad_sum", "__shfl_xor_sync(FULL_WARP, x, 2)", "__shfl_xor_sync(FULL_WARP, x, 1)"),
+        ("missing term", "attention_forward", "power_of_2(scale2 * (before[e] - maximum[e]))",
+         "1.0f"),
+        ("index", "quad_sum", "__shfl_xor_sync(FULL_WARP, x, 2)",
+         "__shfl_xor_sync(FULL_WARP, x, 1)"),
         ("missing term", "attention_forward", " + log2f(sum)", ""),
         ("missing term", "attention_forward", "rescale(output, correction);", ""),
         ("bound", "load_tile", "first + row < head.T", "first + row <= head.T"),
@@ -187,7 +203,8 @@ TABLE = [
         ("index", "sum_rows", "first + i * step", "first + i * 32"),
         ("barrier", "sum_rows", "__syncthreads();", ""),
         ("index", "add_all_partials", "y < 3", "y < 4"), file=FUSED),
-    *of("rows", ("missing term", "layernorm_backward", "sums[2][k][i] += g[i];", "sums[2][k][i] += d[i];")),
+    *of("rows",
+        ("missing term", "layernorm_backward", "sums[2][k][i] += g[i];", "sums[2][k][i] += d[i];")),
     # ---- moments.cu
     *of("adamw_bf16",
         ("constant", "random_number", "0xbf58476d1ce4e5b9", "0xbf58476d1ce4e5b8"),
@@ -207,10 +224,12 @@ TABLE = [
         ("constant", "describe", "1ull << 62", "2ull << 62"),
         ("missing wait", "attention_forward", "wait_for_products<0>(scores);", ""),
         ("missing wait", "attention_forward", "wait_for_products<0>(output);", ""),
-        ("missing wait", "wait_for_tiles(Arrivals& arrivals) {", "mbarrier_wait(*arrivals.mbarrier, arrivals.parity);",
+        ("missing wait", "wait_for_tiles(Arrivals& arrivals) {",
+         "mbarrier_wait(*arrivals.mbarrier, arrivals.parity);",
          ""),
         ("missing wait", "wait_for_tiles(Arrivals& arrivals) {", "arrivals.parity ^= 1;", ""),
-        ("index", "wait_for_tiles(Arrivals& arrivals) {", "if (threadIdx.x == 0) mbarrier_arrive", "mbarrier_arrive"),
+        ("index", "wait_for_tiles(Arrivals& arrivals) {", "if (threadIdx.x == 0) mbarrier_arrive",
+         "mbarrier_arrive"),
         ("index", "", "&array, c, head.h", "&array, 0, head.h"),
         ("index", "", "first + row, head.b", "first + row, 0"),
         ("index", "", "(own.slab_first - own.first) * HP", "0"),
@@ -219,7 +238,8 @@ TABLE = [
         ("index", "", "(c % 64 ^ (row % 8 * 8))", "c % 64"),
         ("missing wait", "attention_backward_q", "wait_for_products<1>(scores);", ""),
         ("missing wait", "attention_backward_q", "wait_for_products<0>(dweights);", ""),
-        ("missing wait", "attention_backward_kv", "wait_for_products<OVERLAP ? 1 : 0>", "wait_for_products<2>"),
+        ("missing wait", "attention_backward_kv", "wait_for_products<OVERLAP ? 1 : 0>",
+         "wait_for_products<2>"),
         ("missing wait", "attention_backward_kv", "if (!OVERLAP || (", "if (0 && ("),
         ("index", "", "OVERLAP ? 3 : 2", "2"),
         ("missing wait", "wait_for_tiles(Arrivals& arrivals) {", "wait_for_copies<0>();", ""),
@@ -230,8 +250,8 @@ TABLE = [
     *of("gqa_backward",
         ("missing wait", "attention_backward_kv", "GROUP > 1 && walk.row", "GROUP < 1 && walk.row"),
         dtype="bf16", flag=AS_HOPPER),
-    *of("attention_backward", ("bound", "", "r < rows && c < columns", "r < rows"), dtype="bf16", file=BOXES,
-        flag=AS_HOPPER),
+    *of("attention_backward", ("bound", "", "r < rows && c < columns", "r < rows"), dtype="bf16",
+        file=BOXES, flag=AS_HOPPER),
     *of("attention_forward",
         ("index", "", "a[k | 1]", "a[k & 2]"),
         ("missing term", "", "fmaf(lower, column, d[n % 2 + 2])", "lower * column"),
@@ -257,7 +277,8 @@ TABLE = [
         ("index", "sum_over_row", "warp / ROW_WARPS * ROW_WARPS + w", "w"),
         ("index", "sum_over_row", "of_warp[turn % 2][warp] = x", "of_warp[0][warp] = x"),
         ("missing term", "residual_rmsnorm_forward", "s * w[i]", "s"), file=LLAMA),
-    *of("rmsnorm_forward", ("index", "residual_rmsnorm_into", "branch ? before : x", "x"), file=RECOMPUTE_LLAMA),
+    *of("rmsnorm_forward", ("index", "residual_rmsnorm_into", "branch ? before : x", "x"),
+        file=RECOMPUTE_LLAMA),
     *of("rmsnorm_again", ("missing term", "rmsnorm_again", "rstd[row] * w[j]", "w[j]"), file=LLAMA),
     *of("rmsnorm_backward",
         ("missing term", "rmsnorm_backward", " - norm * average", ""),
@@ -291,18 +312,21 @@ TABLE = [
         ("missing term", "store_both", "show_infinities(x, out.largest);", ""),
         ("bound", "weights_to_fp8", "(R + 127) / 128", "R / 128 + 1"), dtype="fp8", file=FP8),
     *of("transposed",
-        ("index", "turn", "c = __byte_perm(w[0], w[1], 0x7362)", "c = __byte_perm(w[0], w[1], 0x6372)"),
+        ("index", "turn", "c = __byte_perm(w[0], w[1], 0x7362)",
+         "c = __byte_perm(w[0], w[1], 0x6372)"),
         ("index", "put_turned", "g ^ 4 * p", "g"),
         ("bound", "store_turned", "first + 16 * r < stride", "true"), dtype="fp8", file=FP8),
     *of("both_twins",
         ("missing term", "store_both", "out.end();", ""),
         ("bound", "store_both", "r + i >= R || c >= C", "c >= C"),
-        ("missing term", "gelu_backward_to_fp8", "sum[j] += __shfl_xor_sync(FULL_WARP, sum[j], 16);", ""),
-        ("index", "gelu_backward_to_fp8", "tile_of_rows(C) * C + column", "tile_of_rows(C) * 128 + column"),
-        dtype="fp8", file=FP8),
+        ("missing term", "gelu_backward_to_fp8",
+         "sum[j] += __shfl_xor_sync(FULL_WARP, sum[j], 16);", ""),
+        ("index", "gelu_backward_to_fp8", "tile_of_rows(C) * C + column",
+         "tile_of_rows(C) * 128 + column"), dtype="fp8", file=FP8),
     *of("classifier",
         ("mask", "classify_to_fp8", "if (v + i >= V) l[i] = LOWEST;", ""),
-        ("mask", "classify_to_fp8", "v + W > V || (unsigned)(target - v) < W", "(unsigned)(target - v) < W"),
+        ("mask", "classify_to_fp8", "v + W > V || (unsigned)(target - v) < W",
+         "(unsigned)(target - v) < W"),
         ("missing term", "classify_to_fp8", "stage ^= 1", "stage ^= 0"),
         ("constant", "classifier_to_fp8", "dloss / LARGEST_FP8", "dloss"), dtype="fp8", file=FP8),
     *of("rare_words",
@@ -319,15 +343,16 @@ TABLE = [
         ("missing term", "layernorm_backward", "dresidual.end();", ""),
         ("missing term", "gelu_forward", "out.end();", ""),
         ("missing term", "gelu_backward", "dinp.begin();", ""), dtype="fp8"),
-    *of("twins", ("missing term", "store", "if (twin) store_twin(i, x)", "if (twin && i % 2) store_twin(i, x)"),
-        dtype="fp8", file=FP8_OUTPUT),
+    *of("twins", ("missing term", "store", "if (twin) store_twin(i, x)",
+                  "if (twin && i % 2) store_twin(i, x)"), dtype="fp8", file=FP8_OUTPUT),
     *of("twins",
         ("missing term", "residual_rmsnorm_forward", "out.end();", ""),
         ("missing term", "rmsnorm_backward", "dresidual.end();", ""),
         ("missing term", "swiglu_forward", "out.end();", ""), dtype="fp8", file=LLAMA),
     # ---- the lab's versions
     *of_lab("layernorm_forward",
-            *(("constant", f"layernorm_forward{version}", " + 1e-5f", "") for version in ("1", "2_rstd", "3", "4")),
+            *(("constant", f"layernorm_forward{version}", " + 1e-5f", "")
+              for version in ("1", "2_rstd", "3", "4")),
             ("missing term", "layernorm_forward5", " - m * m", ""),
             ("index", "layernorm_forward2_normalize", "i % C", "i / C")),
     *of_lab("fused_residual_forward", ("constant", "fused_residual_forward2", " + 1e-5f", "")),
@@ -342,13 +367,15 @@ TABLE = [
             ("index", "layernorm_backward4", "counters + 1 + group", "counters + 1")),
     *of_lab("softmax_forward",
             ("missing term", "softmax_forward1", "top = fmaxf(top, to_float(x[v]))", "top = 0.0f"),
-            ("missing term", "softmax_forward2", "top = block_reduce<warp_max>(top, LOWEST)", "top = 0.0f"),
+            ("missing term", "softmax_forward2", "top = block_reduce<warp_max>(top, LOWEST)",
+             "top = 0.0f"),
             ("mask", "softmax_forward2", "v < V ? expf", "v <= V ? expf"),
             ("missing term", "add(", "sum *= exponential(before - top)", "sum *= 1.0f"),
             ("bound", "softmax_forward3", "v < V; v += W * 32)", "v + W < V; v += W * 32)"),
             (OUT_OF_BOUNDS, "softmax_forward5", "row + gridDim.x < (unsigned)N", "row + 1 < N"),
             ("index", "softmax_forward5", "((size_t)row + gridDim.x) * Vp", "(size_t)row * Vp"),
-            ("bound", "softmax_forward5", "row + gridDim.x < (unsigned)N", "row + gridDim.x + 1 < (unsigned)N")),
+            ("bound", "softmax_forward5", "row + gridDim.x < (unsigned)N",
+             "row + gridDim.x + 1 < (unsigned)N")),
     *of_lab("crossentropy_forward",
             ("missing term", "crossentropy_forward2", "logf(sum) + top", "logf(sum)")),
     *of_lab("crossentropy_softmax_backward",
@@ -397,11 +424,12 @@ TABLE = [
     *of_lab("global_norm", ("bound", "global_norm2", "i < n;", "i + 1 < n;")),
     *of_lab("adamw",
             ("missing term", "adamw1_step", " + a.eps", ""),
-            ("missing term", "adamw2", "sqrtf(v[i] * a.correction2) + a.eps", "sqrtf(v[i] * a.correction2 + a.eps)"),
+            ("missing term", "adamw2", "sqrtf(v[i] * a.correction2) + a.eps",
+             "sqrtf(v[i] * a.correction2 + a.eps)"),
             ("mask", "clip_factor", "norm > a.clip", "norm > 0.0f"),
             ("mask", "adamw2", "decayed[tensor] ?", "decayed[0] ?")),
-    *of_lab("adamw", ("missing term", "adamw1_decay", "store_master(params, low, i, p);", "store(params + i, p);"),
-            dtype="bf16"),
+    *of_lab("adamw", ("missing term", "adamw1_decay", "store_master(params, low, i, p);",
+                      "store(params + i, p);"), dtype="bf16"),
     *of_lab("matmul_forward",
             ("mask", "matmul_forward2", "row < N && o < OC", "row < N && o <= OC"),
             ("mask", "matmul_forward3", "row + r + i < N &&", "row + r + i <= N &&"),
@@ -410,7 +438,8 @@ TABLE = [
             ("missing wait", "multiply_tile", "wait_for_copies<0>();", ""),
             ("missing term", "multiply_tile", " + to_float(bias[column])", "")),
     *of_lab("matmul_backward",
-            ("missing term", "multiply_weight", "[(size_t)o * C + c] += sum", "[(size_t)o * C + c] = sum"),
+            ("missing term", "multiply_weight", "[(size_t)o * C + c] += sum",
+             "[(size_t)o * C + c] = sum"),
             ("mask", "multiply(", "k0 + k < size ?", "k0 + k + 1 < size ?"),
             ("index", "matmul_backward1_weight", "row * OC + o", "row * OC"),
             ("missing term", "matmul_backward4_weight", "* C + c] += sum", "* C + c] = sum"),
@@ -418,18 +447,21 @@ TABLE = [
             ("mask", "matmul_backward5_inp", "row < N && c < C", "row <= N && c < C")),
     *of_lab("matmul_backward_bias",
             ("stride", "matmul_backward_bias2", "row += gridDim.y", "row += gridDim.y + 1"),
-            ("missing term", "matmul_backward_bias3", "dbias[column] += sum", "dbias[column] = sum")),
+            ("missing term", "matmul_backward_bias3", "dbias[column] += sum",
+             "dbias[column] = sum")),
     *of("matmul_backward_bias",
         ("missing term", "last_of", "if (last) *counter = 0;", ""),
         ("bound", "last_of", "== all - 1", "== 0"), file=TILES),
     *of("attention_forward",
         (OUT_OF_BOUNDS, "load_head", "first + row < T", "first + row <= T"),
-        ("stride", "right(", "tile + (r + 2 * (lane % 4) + i % 2 * 8) * LD", "tile + (r + lane % 4 + i % 2 * 8) * LD"),
+        ("stride", "right(", "tile + (r + 2 * (lane % 4) + i % 2 * 8) * LD",
+         "tile + (r + lane % 4 + i % 2 * 8) * LD"), file=TILES),
+    *of("matmul_forward", (OUT_OF_BOUNDS, "load(", "first + row < end", "first + row <= end"),
         file=TILES),
-    *of("matmul_forward", (OUT_OF_BOUNDS, "load(", "first + row < end", "first + row <= end"), file=TILES),
     *of_lab("attention_forward",
             ("missing term", "attention_forward1", "expf(a[s] - top)", "expf(a[s])"),
-            ("mask", "attention_forward2_softmax", "s <= row % T; s += 32) {", "s < row % T; s += 32) {"),
+            ("mask", "attention_forward2_softmax", "s <= row % T; s += 32) {",
+             "s < row % T; s += 32) {"),
             ("missing term", "attention_forward3", "sum *= factor, top = now;", "top = now;"),
             ("mask", "attention_forward3", "key + s > t", "key + s >= t"),
             ("mask", "attention_forward4", "if (key == first)", "if (key == 0)"),
@@ -438,26 +470,30 @@ TABLE = [
     *of_lab("attention_backward",
             ("missing term", "attention_backward2_q", " - my_delta", ""),
             ("bound", "attention_backward2_v", "max(0, t - query)", "0"),
-            ("mask", "attention_backward3_q", "<= first + of_warp + row_of(0, i)", "< first + of_warp + row_of(0, i)"),
+            ("mask", "attention_backward3_q", "<= first + of_warp + row_of(0, i)",
+             "< first + of_warp + row_of(0, i)"),
             ("missing term", "attention_backward3_q", " - my_delta[i / 2]", ""),
             ("index", "attention_backward3_delta", "i / NH % T] = sum", "i % T] = sum"),
             ("missing term", "attention_backward5", "*started = 0", "(void)0"),
             ("index", "backward_of_keys", "mine < last ? 1 : -mine", "1"),
             ("bound", "backward_of_keys", "if (mine > 0)", "if (mine > 1)")),
     *of_lab("relu_attention_forward",
-            ("missing term", "relu_attention_forward1", "fmaxf(0.0f, scale * score)", "scale * score"),
+            ("missing term", "relu_attention_forward1", "fmaxf(0.0f, scale * score)",
+             "scale * score"),
             ("bound", "relu_attention_forward2", "t + 1 - key", "t - key")),
     *of_lab("trimat_forward",
             ("mask", "trimat_forward3", "s <= t)", "s < t)"),
             ("missing term", "trimat_forward2", "scale * sum)", "sum)")),
-    *of_lab("permute", ("index", "permute2", "which = blockIdx.y % 3", "which = blockIdx.y / 3 % 3")),
+    *of_lab("permute",
+            ("index", "permute2", "which = blockIdx.y % 3", "which = blockIdx.y / 3 % 3")),
     *of_lab("unpermute", ("index", "unpermute1", "i / head / NH % T", "i / head / T % T")),
     *of_lab("rmsnorm_forward",
             *(("constant", f"rmsnorm_forward{version}", " + eps", "") for version in (1, 3))),
     *of_lab("rmsnorm_backward",
             ("missing term", "rmsnorm_backward3", " - norm[p][i] * average", ""),
             ("bound", "rmsnorm_backward3", "w = 0; w < warps", "w = 1; w < warps")),
-    *of_lab("rope_forward", ("missing term", "rope_forward2", "left * cosine - right * sine", "left * cosine")),
+    *of_lab("rope_forward",
+            ("missing term", "rope_forward2", "left * cosine - right * sine", "left * cosine")),
     *of_lab("rope_backward", ("constant", "rope_backward1", "left * cosine + right * sine",
                               "left * cosine - right * sine")),
     *of_lab("swiglu_forward", ("missing term", "swiglu_forward1", " * gate / (1.0f", " / (1.0f")),
@@ -470,11 +506,13 @@ TABLE = [
     *of_lab("gqa_backward", ("missing term", "gqa_backward2_kv", " - delta[of_query]", "")),
 ]
 
-# {function with a barrier, in a file of several kernels: the lab's kernel whose checks must notice that it is missing}
+# {function with a barrier, in a file of several kernels: the lab's kernel whose checks must notice
+# that it is missing}
 BARRIERS = {"block_reduce": "crossentropy_forward", "encoder_backward_wte": "encoder_backward",
             "layernorm_backward": "layernorm_backward", "add_columns": "matmul_backward_bias",
             "wait_for_tiles": "attention_forward", "store_rows": "attention_backward",
-            "classify_rows": "classifier_fused", "global_norm": "global_norm", "z_score": "outliers",
+            "classify_rows": "classifier_fused", "global_norm": "global_norm",
+            "z_score": "outliers",
             "last_of": "matmul_backward_bias", "sum_over_row": "rmsnorm_forward",
             "rmsnorm_backward": "rmsnorm_backward", "rope_table": "rope_table",
             "store_turned": "transposed", "gelu_backward_to_fp8": "both_twins",
@@ -484,9 +522,13 @@ BARRIERS = {"block_reduce": "crossentropy_forward", "encoder_backward_wte": "enc
 UNSEEN = {
     ("arrivals_start", 1): "only Hopper has it, and there it may go unnoticed",
     ("store_rows", 1): "only Hopper's products read rows of other warps",
-    **dict.fromkeys([("wait_for_tiles", 2), *(("matmul_forward6", i) for i in (1, 2, 3))], "only Hopper has it"),
-    ("block_reduce", 2): "in the trainer's kernels a barrier is between two calls of a kind, each with its own array",
-    ("last_of", 1): "a block counts itself too early, and another would have to read at that very moment",
-    ("backward_of_keys", 3): "as in last_of: the next block would have to begin before this one has stored its sums",
+    **dict.fromkeys([("wait_for_tiles", 2), *(("matmul_forward6", i) for i in (1, 2, 3))],
+                    "only Hopper has it"),
+    ("block_reduce", 2): "in the trainer's kernels a barrier is between two calls of a kind, each "
+    "with its own array",
+    ("last_of", 1): "a block counts itself too early, and another would have to read at that very "
+    "moment",
+    ("backward_of_keys", 3): "as in last_of: the next block would have to begin before this one "
+    "has stored its sums",
 }
 # The same holds for __threadfence: on a CPU, a store is visible at once.

@@ -1,4 +1,5 @@
-"""Do the tests of the kernels bite? Change one line of a kernel at a time, and see that its tests fail.
+"""Do the tests of the kernels bite? Change one line of a kernel at a time, and see that its tests
+fail.
 
     python -m dev.tests.mutants                    # all mutants; the last line counts the survivors
     python -m dev.tests.mutants adamw              # those of one kernel
@@ -7,9 +8,9 @@
 A mutant is a one-line change to kernels.cu, to one of dev/'s .cu files, or to a file of the kernel
 lab: those of mutant_table.py, and each barrier removed. It is made in a copy of the repository,
 where the lab checks one kernel on the CPU until the first failure: all of its versions for a file
-of the lab, else the trainer's. Mutants of FP8 must be noticed by a test of dev/tests/test_fp8.py, those
-of sums.cu by one of test_ranks.py, those of fused_biases.cu by one of test_fused_biases.py.
-A mutant that passes has survived: the lab needs a better problem. The unchanged kernel must pass.
+of the lab, else the trainer's. Mutants of FP8 must be noticed by a test of dev/tests/test_fp8.py,
+those of sums.cu by one of test_ranks.py, those of fused_biases.cu by one of test_fused_biases.py. A
+mutant that passes has survived: the lab needs a better problem. The unchanged kernel must pass.
 """
 import argparse
 import os
@@ -24,9 +25,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from dev.common.cuda_source import without_comments
-from dev.tests.mutant_table import (AS_HOPPER, BARRIERS, BOXES, FP8, FP8_OUTPUT, FUSED_TESTS, KERNELS, LLAMA, MOMENTS,
-                                    OUT_OF_BOUNDS, OUTLIERS, RECOMPUTE, RECOMPUTE_LLAMA, SUMS, TABLE, TILES, UNSEEN,
-                                    Mutant)
+from dev.tests.mutant_table import (AS_HOPPER, BARRIERS, BOXES, FP8, FP8_OUTPUT, FUSED_TESTS,
+                                    KERNELS, LLAMA, MOMENTS, OUT_OF_BOUNDS, OUTLIERS, RECOMPUTE,
+                                    RECOMPUTE_LLAMA, SUMS, TABLE, TILES, UNSEEN, Mutant)
 from prepro_tinyshakespeare import UserError, run_main
 
 TOP = Path(__file__).resolve().parents[2]
@@ -36,10 +37,11 @@ DEFINITION = re.compile(r"^(?:extern \"C\" )?(?:__global__|__device__)[^;{]*?(\w
 
 
 def barriers(every=False):
-    """A Mutant for each barrier in the .cu files that is not in UNSEEN, or for every one. Its kind has the barrier's
-    number in its function."""
+    """A Mutant for each barrier in the .cu files that is not in UNSEEN, or for every one. Its kind
+    has the barrier's number in its function."""
     files = [KERNELS, LLAMA, MOMENTS, OUTLIERS, FP8, FP8_OUTPUT, TILES,
-             *(f"dev/lab/kernels/{path.name}" for path in sorted((TOP / "dev/lab/kernels").glob("*.cu")))]
+             *(f"dev/lab/kernels/{path.name}"
+               for path in sorted((TOP / "dev/lab/kernels").glob("*.cu")))]
     for file in files:
         text = code_of((TOP / file).read_text(encoding="utf-8"))
         starts = [(found.start(), found[1]) for found in DEFINITION.finditer(text)]
@@ -50,14 +52,17 @@ def barriers(every=False):
             if every or (function, number) not in UNSEEN:
                 shared = file in (KERNELS, LLAMA, TILES, OUTLIERS, FP8, FP8_OUTPUT)
                 if shared and function not in BARRIERS:
-                    raise UserError(f"{file}: {function} has a barrier; add it to BARRIERS in mutant_table.py")
-                kernel, dtype = BARRIERS[function] if shared else Path(file).stem, "fp8" if file == FP8 else "fp32"
+                    raise UserError(f"{file}: {function} has a barrier; add it to BARRIERS in "
+                                    "mutant_table.py")
+                kernel, dtype = (BARRIERS[function] if shared else Path(file).stem,
+                                 "fp8" if file == FP8 else "fp32")
                 yield Mutant(f"barrier {number}", kernel, dtype, function, found[0], "", file)
 
 
 def code_of(text):
     """The text with blanks for comments and launch bounds, so that places in it stay the same."""
-    return re.sub(r"__launch_bounds__\(.*?\)", lambda found: " " * len(found[0]), without_comments(text))
+    return re.sub(r"__launch_bounds__\(.*?\)", lambda found: " " * len(found[0]),
+                  without_comments(text))
 
 
 def mutated(mutant):
@@ -73,21 +78,27 @@ def line_of(mutant):
 
 
 def place_of(mutant):
-    """(the mutant's file as it is, where it changes). Raises SystemExit unless the place is found exactly once."""
+    """(the mutant's file as it is, where it changes). Raises SystemExit unless the place is found
+    exactly once."""
     text = (TOP / mutant.file).read_text(encoding="utf-8")
     code, begin, end = code_of(text), 0, len(text)
     if mutant.where:
         name = mutant.where if "(" in mutant.where else f"{mutant.where}("
         begins = [found.start() for found in re.finditer(re.escape(name), code)]
-        begin = next((at for at in begins if re.search("__(device|global)__", code[code.rfind("\n", 0, at) : at])
-                      and re.match(r"[^;{]*\{", code[at:])), min(begins, default=-1))  # no call and no prototype
+        begin = next((at for at in begins if re.search("__(device|global)__",
+                                                       code[code.rfind("\n", 0, at) : at])
+                      # No call and no prototype.
+                      and re.match(r"[^;{]*\{", code[at:])), min(begins, default=-1))
         end = code.find("\n}\n", begin)
     number = re.fullmatch(r"barrier (\d+)", mutant.kind)
-    places = [begin + found.start() for found in re.finditer(re.escape(mutant.old), code[begin:end])]
+    places = [begin + found.start()
+              for found in re.finditer(re.escape(mutant.old), code[begin:end])]
     if number:
-        places = [begin + found.start() for found in BARRIER.finditer(code[begin:end])][int(number[1]) - 1 :][:1]
+        places = [begin + found.start()
+                  for found in BARRIER.finditer(code[begin:end])][int(number[1]) - 1 :][:1]
     if begin < 0 or len(places) != 1:
-        sys.exit(f"{mutant.file}, {mutant.where}: {mutant.old!r} is there {len(places)} times, and must be once")
+        sys.exit(f"{mutant.file}, {mutant.where}: {mutant.old!r} is there {len(places)} times, and "
+                 "must be once")
     return text, places[0]
 
 
@@ -95,12 +106,14 @@ def place_of(mutant):
 
 
 def check_kernel(name, dtype, trainer_only):
-    """Check a kernel's versions, or only the trainer's. Returns None, or a line with what is wrong."""
+    """Check a kernel's versions, or only the trainer's. Returns None, or a line with what is
+    wrong."""
     from dev.lab.bench import Bench
     from dev.lab.ladder import describe_choice, find_ladder, model_of, parse_sizes
     from dev.lab.workers import device_of
     ladder = find_ladder(name)
-    versions = [version for version in ladder.versions if version.trainer and trainer_only] or ladder.versions
+    versions = ([version for version in ladder.versions if version.trainer and trainer_only] or
+                ladder.versions)
     checks = 0
     for text in (*ladder.checks, *(ladder.trainer_checks if trainer_only else ())):
         sizes = parse_sizes(text)
@@ -114,7 +127,8 @@ def check_kernel(name, dtype, trainer_only):
                 try:
                     comparison = bench.check(version, choice)
                 except Exception as e:
-                    return f"{version.what}, {text} {describe_choice(choice)}: {' '.join(str(e).split())}"
+                    return (f"{version.what}, {text} {describe_choice(choice)}: "
+                            f"{' '.join(str(e).split())}")
                 if comparison.place is not None:
                     return f"{version.what}, {text} {describe_choice(choice)}: {comparison}"
     return None if checks else "nothing was checked"
@@ -135,10 +149,13 @@ class Copy:
     def check(self, kernel, dtype, file, flag="", kind="", seconds=600):
         """Check a kernel in the copy. Returns None, or a line with what is wrong."""
         environment = os.environ | {
-            "PYTHONPATH": str(self.top), "XDG_CACHE_HOME": str(self.top / "cache"), "OMP_NUM_THREADS": "1",
-            "OPENBLAS_NUM_THREADS": "1", "CXXFLAGS": f"-O1 {flag}"}  # -O1 compiles in half of the time
+            "PYTHONPATH": str(self.top), "XDG_CACHE_HOME": str(self.top / "cache"),
+            "OMP_NUM_THREADS": "1",
+            # -O1 compiles in half of the time.
+            "OPENBLAS_NUM_THREADS": "1", "CXXFLAGS": f"-O1 {flag}"}
         if kind == OUT_OF_BOUNDS:
-            library = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True).stdout
+            library = subprocess.run([
+                "g++", "-print-file-name=libasan.so"], capture_output=True, text=True).stdout
             environment |= {"CXXFLAGS": "-O1 -fsanitize=address", "LD_PRELOAD": library.strip(),
                             "ASAN_OPTIONS": "detect_leaks=0"}
         trainers = KERNELS, LLAMA, MOMENTS, OUTLIERS, BOXES, RECOMPUTE, RECOMPUTE_LLAMA
@@ -147,14 +164,16 @@ class Copy:
         test = "test_fp8" if dtype == "fp8" else "test_ranks" if file == SUMS else (
             "test_fused_biases" if kernel in FUSED_TESTS else None)
         if test:
-            command = [sys.executable, "-m", "pytest", f"dev/tests/{test}.py::test_{kernel}", "--device", "cpu"]
+            command = [sys.executable, "-m", "pytest", f"dev/tests/{test}.py::test_{kernel}",
+                       "--device", "cpu"]
         try:
-            done = subprocess.run(command, env=environment, cwd=self.top, capture_output=True, text=True,
-                                  timeout=seconds)
+            done = subprocess.run(command, env=environment, cwd=self.top, capture_output=True,
+                                  text=True, timeout=seconds)
         except subprocess.TimeoutExpired:
             return f"did not end within {seconds} s"
         if "could not compile" in done.stdout + done.stderr:
-            sys.exit(f"a mutant of {kernel} does not compile:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+            sys.exit(f"a mutant of {kernel} does not "
+                     f"compile:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
         if done.returncode < 0:
             return f"ended by signal {-done.returncode}"
         if "ERROR: AddressSanitizer" in done.stderr:
@@ -164,7 +183,8 @@ class Copy:
 
 
 def try_mutant(mutant, change=True):
-    """Check a mutant's kernel in a copy, changed or as it is. Returns None, or a line with what is wrong."""
+    """Check a mutant's kernel in a copy, changed or as it is. Returns None, or a line with what is
+    wrong."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Copy(folder)
         if change:
@@ -197,7 +217,8 @@ def main():
         if not mutants:
             raise UserError(f"there is no mutant of a kernel {flags.kernel}; --list lists them all")
     if flags.draw:
-        commit = subprocess.run(["git", "-C", TOP, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+        commit = subprocess.run(["git", "-C", TOP, "rev-parse",
+                                 "HEAD"], capture_output=True, text=True).stdout.strip()
         print(f"{flags.draw} of {len(mutants)} mutants, drawn by the commit {commit[:10]}")
         mutants = random.Random(commit).sample(mutants, min(flags.draw, len(mutants)))
     if flags.list:
@@ -206,13 +227,15 @@ def main():
     began, survivors = time.monotonic(), []
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         # A mutant for each way in which a kernel is checked.
-        ways = {(mutant.kernel, mutant.dtype, mutant.file, mutant.flag, mutant.kind == OUT_OF_BOUNDS): mutant
-                for mutant in mutants}
-        for way, wrong in zip(ways, pool.map(lambda mutant: try_mutant(mutant, False), ways.values())):
+        ways = {(mutant.kernel, mutant.dtype, mutant.file, mutant.flag,
+                 mutant.kind == OUT_OF_BOUNDS): mutant for mutant in mutants}
+        for way, wrong in zip(ways, pool.map(lambda mutant: try_mutant(mutant,
+                                                                       False), ways.values())):
             if wrong:
                 sys.exit(f"{' '.join(way[:4])} fails as it is, so its mutants say nothing: {wrong}")
         for mutant, wrong in zip(mutants, pool.map(try_mutant, mutants)):
-            print(f"{'killed  ' if wrong else 'SURVIVED'} {title(mutant)}\n         {wrong or ''}".rstrip(), flush=True)
+            result = "killed  " if wrong else "SURVIVED"
+            print(f"{result} {title(mutant)}\n         {wrong or ''}".rstrip(), flush=True)
             survivors += [mutant] * (not wrong)
     print(f"{len(mutants)} mutants, {len(survivors)} survived, {time.monotonic() - began:.0f} s")
     return 1 if survivors else 0

@@ -39,9 +39,12 @@ from dev.tests.same_compare import compare
 
 TOP = Path(__file__).resolve().parents[2]
 PROGRAMS = {"gpt2": "train_gpt2", "llama": "dev.llama3.train_llama3"}
-# -ffp-contract=off: else the compiler may fuse a product and a sum in one tree and not in the other.
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "CXXFLAGS": "-O1 -ffp-contract=off",
-               "TRAIN_GPT2_WAIT": "120", "OMPI_ALLOW_RUN_AS_ROOT": "1", "PYTHONDONTWRITEBYTECODE": "1",
+# -ffp-contract=off: else the compiler may fuse a product and a sum in one tree and not in the
+# other.
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
+               "CXXFLAGS": "-O1 -ffp-contract=off",
+               "TRAIN_GPT2_WAIT": "120", "OMPI_ALLOW_RUN_AS_ROOT": "1",
+               "PYTHONDONTWRITEBYTECODE": "1",
                "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_btl": "self,sm"}
 
 # ---- Running one tree
@@ -110,7 +113,8 @@ def run_case(case, device, place, side, olds, known):
             shutil.copytree(olds / case.folder / f"run{i - 1}", folder / f"run{i}")
             for path in (folder / f"run{i}").iterdir():  # as if it had been killed before these
                 found = re.match(r"[a-zA-Z]+_(\d{8})", path.name)
-                if found and int(found[1]) > i * int(re.findall(r"-n (\d+)", f"{USUAL} {case.flags}")[-1]):
+                if found and int(found[1]) > i * int(re.findall(r"-n (\d+)",
+                                                                f"{USUAL} {case.flags}")[-1]):
                     path.unlink()
         with open(folder / f"out{i}.txt", "w") as out, open(folder / f"err{i}.txt", "w") as err:
             try:
@@ -132,13 +136,17 @@ def run_tree(tree, place, cases, device, side, olds, jobs):
     """Copy a tree, and run the cases with it. Yields the seconds of each."""
     copy(tree, place)
     locks, warm = {}, set()
-    data = hashlib.sha256(b"".join(path.read_bytes() for path in sorted((olds.parent / "data").iterdir()))).hexdigest()
+    data = hashlib.sha256(b"".join(
+        path.read_bytes() for path in sorted((olds.parent / "data").iterdir()))).hexdigest()
     known = "" if side != olds or os.path.isdir(tree) else f"{tree} {data}"
 
     def work(case):
-        """Run a case; alone if it compiles what others use, or on a GPU chooses a dtype's algorithms."""
-        dtype, moments = (re.findall(rf"{flag} (\S+)", case.flags)[-1:] for flag in ("--dtype", "--moments"))
-        kind = (*dtype,) if device == "cuda" else (case.model.split("_")[0], *dtype, *moments, case.cxx)
+        """Run a case; alone if it compiles what others use, or on a GPU chooses a dtype's
+        algorithms."""
+        dtype, moments = (re.findall(rf"{flag} (\S+)", case.flags)[-1:]
+                          for flag in ("--dtype", "--moments"))
+        kind = (*dtype,) if device == "cuda" else (case.model.split("_")[0], *dtype, *moments,
+                                                   case.cxx)
         alone = kind not in warm or device == "cuda" and side == olds
         with locks.setdefault(kind, threading.Lock()) if alone else contextlib.nullcontext():
             seconds = run_case(case, device, place, side, olds, known)
@@ -154,8 +162,10 @@ def report(name, found, count, words=False, seconds=0.0):
     if found:
         rest = "; ".join(found[:4]) + f"; and {len(found) - 4} more" * (len(found) > 4)
     else:
-        rest = f"{count:4} compared {seconds:6.1f} s" if found == [] else "set TIKTOKEN_CACHE_DIR: see the README"
-    print(f"{'DIFFERS' if found else 'skipped' if found is None else 'same   '}  {name:28} {rest}", flush=True)
+        rest = (f"{count:4} compared {seconds:6.1f} s"
+                if found == [] else "set TIKTOKEN_CACHE_DIR: see the README")
+    print(f"{'DIFFERS' if found else 'skipped' if found is None else 'same   '}  {name:28} {rest}",
+          flush=True)
     return name, None if found is None else bool(found), words
 
 
@@ -164,10 +174,12 @@ def main():
     parser.add_argument("old", help="a commit, or a folder: . for the working tree")
     parser.add_argument("new")
     parser.add_argument("--quick", action="store_true", help="only some of the cases")
-    parser.add_argument("--only", default="", help="cases whose name has this, a regular expression")
+    parser.add_argument("--only", default="",
+                        help="cases whose name has this, a regular expression")
     parser.add_argument("--code", action="store_true", help="only the machine code")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is a GPU")
-    parser.add_argument("--jobs", type=int, help="cases at a time (default: 2 on a CPU, 6 on a GPU)")
+    parser.add_argument("--jobs", type=int,
+                        help="cases at a time (default: 2 on a CPU, 6 on a GPU)")
     parser.add_argument("--keep", type=Path, help="folder for the runs")
     flags = parser.parse_args()
     listed = subprocess.run("nvidia-smi -L", shell=True, capture_output=True, text=True).stdout
@@ -175,9 +187,11 @@ def main():
     device = flags.device or ("cuda" if gpus else "cpu")
     cases = [case for case in CASES if (case.quick or not flags.quick) and not flags.code
              and re.search(flags.only, case.name) and case.needs in ("", device)
-             and max(case.ranks, *(ranks for _, ranks in case.then), 1) <= (gpus if device == "cuda" else 3)]
+             and max(case.ranks, *(ranks for _, ranks in case.then), 1) <=
+             (gpus if device == "cuda" else 3)]
     trees = [x if os.path.isdir(x) else subprocess.run(
-        ["git", "rev-parse", "--verify", f"{x}^{{commit}}"], cwd=TOP, check=True, stdout=-1, text=True
+        ["git", "rev-parse", "--verify", f"{x}^{{commit}}"], cwd=TOP, check=True, stdout=-1,
+        text=True
         ).stdout.strip() for x in (flags.old, flags.new)]
     results, jobs = [], flags.jobs or (2 if device == "cpu" else 6)
     begun = time.monotonic()

@@ -6,7 +6,8 @@ import struct
 
 from dev.common.cache import read_cache, write_cache
 
-KERNELS = "kernels.cu", "llama3.cu", "moments.cu", "fused_biases.cu", "fp8.cu"  # those that a tree has
+# Those that a tree has.
+KERNELS = "kernels.cu", "llama3.cu", "moments.cu", "fused_biases.cu", "fp8.cu"
 # The host passes -DHOPPER and -DOUTPUT since 465c5e5; before that kernels.cu knew by itself.
 CODE = [("sm_80", "BF16", 768, 64, KERNELS[:3]), ("sm_80", "FP32", 768, 64, KERNELS[:3]),
         ("sm_90a", "BF16 -DHOPPER", 768, 64, KERNELS[:3]), ("sm_90a", "FP32", 768, 64, KERNELS[:3]),
@@ -17,15 +18,18 @@ OPTIONS = "-arch={} -std=c++17 -D{} -DCHANNELS={} -DHS={}"
 
 def sections(elf):
     """{name: bytes} of a cubin's sections with code or constants."""
-    [table], [size, count, names] = struct.unpack_from("<Q", elf, 0x28), struct.unpack_from("<3H", elf, 0x3A)
+    [table], [size, count, names] = (struct.unpack_from("<Q", elf, 0x28),
+                                     struct.unpack_from("<3H", elf, 0x3A))
     rows = [struct.unpack_from("<IIQQQQ", elf, table + i * size) for i in range(count)]
     name = lambda row: elf[rows[names][4] + row[0] :].split(b"\0", 1)[0].decode()
-    return {name(row): elf[row[4] : row[4] + row[5]] if row[1] != 8 else str(row[5]).encode()  # 8: zeros, no bytes
+    # 8: zeros, no bytes.
+    return {name(row): elf[row[4] : row[4] + row[5]] if row[1] != 8 else str(row[5]).encode()
             for row in rows if re.match(r"\.text\.|\.nv\.(constant|shared|global)", name(row))}
 
 
 def code_of(job):
-    """Compile a row of CODE: {section: digest}, or NVRTC's message. Runs in a process of its own."""
+    """Compile a row of CODE: {section: digest}, or NVRTC's message. Runs in a process of its
+    own."""
     row, text, headers = job
     options = OPTIONS.format(*row).split()
     kept = f"same_code_{hashlib.sha256(repr((text, headers, options)).encode()).hexdigest()[:20]}"
@@ -39,16 +43,19 @@ def code_of(job):
         nvrtc.compileProgram(program, options)
     except nvrtc.NVRTCError:
         return nvrtc.getProgramLog(program).strip()[:300]
-    found = {name: hashlib.sha256(x).hexdigest() for name, x in sections(nvrtc.getCUBIN(program)).items()}
+    found = {name: hashlib.sha256(x).hexdigest()
+             for name, x in sections(nvrtc.getCUBIN(program)).items()}
     write_cache(kept, found)
     return found
 
 
 def texts(tree):
-    """(the text to compile, {name: text} of headers) of each row of CODE, from the files that the tree has."""
+    """(the text to compile, {name: text} of headers) of each row of CODE, from the files that the
+    tree has."""
     paths = {name: [*tree.rglob(name)][:1] for name in KERNELS}
     headers = {path.name: path.read_text("utf-8") for path in tree.rglob("*.cuh")}
-    return [("".join(path.read_text("utf-8") for name in row[4] for path in paths[name]), headers) for row in CODE]
+    return [("".join(path.read_text("utf-8") for name in row[4] for path in paths[name]), headers)
+            for row in CODE]
 
 
 def compare_code(old, new, jobs):
@@ -59,12 +66,14 @@ def compare_code(old, new, jobs):
         print("skipped  machine code, which needs CuPy: pip install -r requirements.txt")
         return
     with concurrent.futures.ProcessPoolExecutor(jobs) as pool:
-        pairs = [*zip(*(pool.map(code_of, [(row, *text) for row, text in zip(CODE, side)]) for side in (old, new)))]
+        pairs = [*zip(*(pool.map(code_of, [(row, *text) for row, text in zip(CODE, side)])
+                        for side in (old, new)))]
     for row, (a, b) in zip(CODE, pairs):
-        name, *broken = f"code, {' '.join(map(str, row[:4]))}", *(x for x in (a, b) if isinstance(x, str))
+        name, *broken = (f"code, {' '.join(map(str, row[:4]))}",
+                         *(x for x in (a, b) if isinstance(x, str)))
         if broken:
             yield name, [f"NVRTC could not compile it: {broken[0]}"], 0
             continue
         differ = sorted(key for key in a.keys() | b.keys() if a.get(key) != b.get(key))
-        yield name, [f"{key} (only {'OLD' if key in a else 'NEW'} has it)" * ((key in a) != (key in b)) or key
-                     for key in differ], len(a)
+        yield (name, [f"{key} (only {'OLD' if key in a else 'NEW'} has it)" *
+                      ((key in a) != (key in b)) or key for key in differ], len(a))

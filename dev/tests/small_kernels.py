@@ -1,5 +1,5 @@
-"""Small CUDA files for tests: a head, kernels from their bodies, a device that has them, launches with
-NumPy's arrays."""
+"""Small CUDA files for tests: a head, kernels from their bodies, a device that has them, launches
+with NumPy's arrays."""
 
 import numpy as np
 

@@ -1,4 +1,5 @@
-"""Test --ema against the recurrence in NumPy, and runs that save the average and resume with it. On the CPU only."""
+"""Test --ema against the recurrence in NumPy, and runs that save the average and resume with it. On
+the CPU only."""
 import contextlib
 import tempfile
 from pathlib import Path
@@ -99,7 +100,8 @@ def runs(dtype, *more):
         check("the arena is in the tables", "\naverage      | " in text)
         parts, _ = check_resumed(dtype, whole, lambda copy: train(
             copy, "-y", 1, "-v", 0, "-s", 0), 4)  # --ema keeps its value
-        same = (whole / "ema_00000004.bin").read_bytes() == (parts / "ema_00000004.bin").read_bytes()
+        same = ((whole / "ema_00000004.bin").read_bytes() ==
+                (parts / "ema_00000004.bin").read_bytes())
         check(f"{dtype}: 4 steps and 2 + 2: the average", same)
         model, ema = (whole / f"{name}_00000004.bin" for name in ("model", "ema"))
         check("ema: another file", ema.read_bytes() != model.read_bytes())
@@ -115,7 +117,8 @@ def runs(dtype, *more):
         same = model.read_bytes() == (plain / model.name).read_bytes()
         check("without --ema: the same parameters", same)
         state = (plain / "state_00000004_00000.bin").read_bytes()
-        decay = 0 if dtype == "fp32" else 0.9999999  # the average is the last parameters, or those of step 4
+        # The average is the last parameters, or those of step 4.
+        decay = 0 if dtype == "fp32" else 0.9999999
         text = train(plain, "-y", 1, "-x", 6, "-v", 0, "-s", 0, "--ema", decay, "-nk", 1)
         check("begun later: a warning", "begins after step 4" in text)
         left = ["DONE_00000006", "ema_00000006.bin", "model_00000006.bin", "run_00000000.json",

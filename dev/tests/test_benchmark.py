@@ -1,5 +1,5 @@
-"""Test dev/bench/benchmark.py without a GPU: its tables from made-up measurements against figures worked out
-by hand, the order of its jobs, and the work that it counts in a step on the CPU.
+"""Test dev/bench/benchmark.py without a GPU: its tables from made-up measurements against figures
+worked out by hand, the order of its jobs, and the work that it counts in a step on the CPU.
 """
 import contextlib
 import io
@@ -10,7 +10,8 @@ import numpy as np
 from dev.bench import benchmark, peers
 from dev.bench.benchmark import FIRST, ROWS, THEN, Row
 from dev.bench.benchmark_tables import FASTER, faster_table, kernel_table, report, step_table
-from dev.bench.step_by_kernel import Recorder, Recording, by_label, read_table, recorded_steps, work_of_step
+from dev.bench.step_by_kernel import (Recorder, Recording, by_label, read_table, recorded_steps,
+                                      work_of_step)
 from dev.common.config import Config
 from dev.cpu.device import Cpu
 from dev.features.seams import GPT2, Training
@@ -20,7 +21,8 @@ from prepro_tinyshakespeare import UserError
 from train_gpt2 import pack_batch
 
 GIB = 2**30
-CEILINGS = dict(copy=4e12, rates=dict(bf16=800e12, fp8=1600e12, tf32=1, fp32=1), gpu="a GPU", versions="CuPy 1")
+CEILINGS = dict(copy=4e12, rates=dict(bf16=800e12, fp8=1600e12, tf32=1, fp32=1), gpu="a GPU",
+                versions="CuPy 1")
 BOTH, ONE, NONE, FAILED = (Row("d12", "bf16", 4, ("fast", "flash"), llmc=True),
                            Row("d48", "bf16", 8, llmc=True), Row("d12", "fp8", 32),
                            Row("llama3.2:1B", "bf16", 4, ("fast", "flash"), T=2048))
@@ -29,7 +31,8 @@ OURS = {  # 4e12 FLOPs take 5 ms, in fp8 2.5 ms; 8e9 bytes take 2 ms
     ONE: dict(ms=160.0, memory=43.06 * GIB, flops=96e12, bytes=64e9),  # 120 + 16 ms
     NONE: dict(ms=50.0, memory=12.4 * GIB, flops=4e12, bytes=8e9),
     FAILED: "failed: out of memory"}
-TORCH = {BOTH: dict(ms=12.0, memory=GIB, version="2"), FAILED: dict(ms=129.8, memory=29 * GIB, version="2")}
+TORCH = {BOTH: dict(ms=12.0, memory=GIB, version="2"),
+         FAILED: dict(ms=129.8, memory=29 * GIB, version="2")}
 LLMC = {BOTH: dict(ms=15.0, memory=None), ONE: dict(ms=176.0, memory=50 * GIB)}
 HEAD = """| GPT-2 | ours, ms | tok/s | GiB | PyTorch, ms | GiB | llm.c, ms | GiB | best peer / ours | roofline, ms | roofline / ours |
 | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |
@@ -39,8 +42,10 @@ BY_HAND = HEAD + """\
 | 1558M bf16 B=8 | 160.00 | 51,200 | 43.1 | - | - | 176.00 | 50.0 | 1.10 | 136.00 | 85% |
 | 124M fp8 B=32 | 50.00 | 655,360 | 12.4 | - | - | - | - | - | 4.50 | 9% |
 | Llama 3.2 1B bf16 B=4 T=2048 | - | - | - | 129.80 | 29.0 | - | - | - | - | - |"""
-PARTS = [dict(ms=ms) for ms in (10.0, 8.5)] + ["stopped"] + [dict(ms=ms) for ms in (8.0, 8.25, 7.5, 7.5, 7.0)]
-FASTER_BY_HAND = [("10.00", ""), ("8.50", "1.50"), ("-", ""), ("8.00", ""), ("8.25", "-0.25"), ("7.50", "0.75"),
+PARTS = [dict(ms=ms) for ms in (10.0, 8.5)] + ["stopped"] + [dict(ms=ms)
+                                                             for ms in (8.0, 8.25, 7.5, 7.5, 7.0)]
+FASTER_BY_HAND = [("10.00", ""), ("8.50", "1.50"), ("-", ""), ("8.00", ""), ("8.25", "-0.25"),
+                  ("7.50", "0.75"),
                   ("7.50", "0.00"), ("7.00", "0.50")]
 KERNELS = [dict(label="matmul 8 x 4 x 2", unit="FLOP", launches=2, us=1500.0, ms=3.0, work=1.2e12),
            dict(label="adamw", unit="B", launches=1, us=1000.0, ms=1.0, work=3e9)]
@@ -58,34 +63,39 @@ def same_text(name, found, wish):
 
 @fast
 def test_tables():
-    """Each table, character by character: ratios, shares of ceilings, and dashes for what is missing."""
+    """Each table, character by character: ratios, shares of ceilings, and dashes for what is
+    missing."""
     rows = [BOTH, ONE, NONE, FAILED]
     same_text("steps", step_table(rows, OURS, TORCH, LLMC, CEILINGS), BY_HAND)
     slow = step_table([BOTH], {BOTH: OURS[BOTH] | dict(ms=20.0)}, TORCH, LLMC, CEILINGS)
-    check("a peer that is faster: a ratio below 1", slow.endswith("| 0.60 | 7.00 | 35% |"), slow.splitlines()[-1])
+    check("a peer that is faster: a ratio below 1", slow.endswith("| 0.60 | 7.00 | 35% |"),
+          slow.splitlines()[-1])
     lines = [f"| {added} | {ms} | {saves} |" for added, (ms, saves) in zip(FASTER, FASTER_BY_HAND)]
     wish = "\n".join([f"| added | {BOTH}, ms | saves |", "| --- | ---: | ---: |", *lines])
     same_text("the section Faster", faster_table({BOTH: PARTS}), wish)
     found = kernel_table("bf16", KERNELS, CEILINGS)
-    same_text("kernels", found.split("\n", 2)[2], KERNELS_BY_HAND.replace("| |", "|  |").replace("| |", "|  |"))
+    same_text("kernels", found.split("\n", 2)[2],
+              KERNELS_BY_HAND.replace("| |", "|  |").replace("| |", "|  |"))
 
-    text = report("## today", rows, OURS, TORCH, LLMC | {ONE: "failed: no nvcc"}, {BOTH: PARTS, ONE: ["late"] * 8},
-                  BOTH, KERNELS, CEILINGS, (30, 6), 4)
+    text = report("## today", rows, OURS, TORCH, LLMC | {ONE: "failed: no nvcc"},
+                  {BOTH: PARTS, ONE: ["late"] * 8}, BOTH, KERNELS, CEILINGS, (30, 6), 4)
     for line in (f"- {FAILED}, ours: failed: out of memory", f"- {ONE}, llm.c: failed: no nvcc"):
         check(f"why there is a dash: {line[2:40]}", line in text.splitlines())
     check("no column of Faster without a figure", f"{ONE}, ms" not in text)
     title, kernels = read_table(text)
     check("the table of kernels, read again", (title, kernels) == (str(BOTH), [
         ("matmul 8 x 4 x 2", 3.0, 0.5), ("adamw", 1.0, 0.75)]), kernels)
-    text = report("## today", [], {}, {}, {}, {}, NONE, "stopped, it took too long", CEILINGS, (30, 6), 4)
-    check("kernels that could not be timed", text.endswith("kernel by kernel\n\nstopped, it took too long"))
+    text = report("## today", [], {}, {}, {}, {}, NONE, "stopped, it took too long", CEILINGS,
+                  (30, 6), 4)
+    check("kernels that could not be timed",
+          text.endswith("kernel by kernel\n\nstopped, it took too long"))
     check_refusal("a chart of that", "has no table of kernels", read_table, text)
 
 
 @fast
 def test_jobs(folder):
-    """The most important rows come first, each with its peers, and then the rest. A job that fails or
-    takes too long costs only its own line. The new report replaces the old one."""
+    """The most important rows come first, each with its peers, and then the rest. A job that fails
+    or takes too long costs only its own line. The new report replaces the old one."""
     done = []
 
     def job(end, name, row, *more):
@@ -104,13 +114,16 @@ def test_jobs(folder):
     order = [row for name, row, *_ in done if name == "time_ours"]
     check("rows, in the order of ROWS", order == first + then, order)
     names = [name for name, row, *_ in done if row == str(ROWS[0])]
-    check("a row beside its peers", names == ["time_ours", "time_torch", "time_llmc"] + 8 * ["time_faster"], names)
+    check("a row beside its peers",
+          names == ["time_ours", "time_torch", "time_llmc"] + 8 * ["time_faster"], names)
     last = max(i for i, (name, *_) in enumerate(done) if name == "time_faster")
-    check("Faster, before the rows that can wait", done[last + 1][:2] == ("time_ours", str(THEN[0])), done)
+    check("Faster, before the rows that can wait",
+          done[last + 1][:2] == ("time_ours", str(THEN[0])), done)
     text = results.read_text()
-    check("the report takes the old one's place", text.startswith("above\n<!-- benchmark: begin -->\n## 20")
-          and text.endswith("<!-- benchmark: end -->\nbelow\n") and "old" not in text
-          and "commit abc1234" in text and f"| {ROWS[0]} | 1.00 |" in text, text[:80])
+    check("the report takes the old one's place",
+          text.startswith("above\n<!-- benchmark: begin -->\n## 20") and
+          text.endswith("<!-- benchmark: end -->\nbelow\n") and "old" not in text and
+          "commit abc1234" in text and f"| {ROWS[0]} | 1.00 |" in text, text[:80])
 
     folder = str(folder)
     check("no time left", "minutes were over" in benchmark.run_job(0, "time_ours", ROWS[0], folder))
@@ -121,21 +134,26 @@ def test_jobs(folder):
     check("names of rows", str(ROWS[-1]) == "124M bf16 B=32 --recompute 2", ROWS[-1])
     results.write_text("")
     with mock.patch.multiple(benchmark, has_gpu=lambda: True, RESULTS=results):
-        check_refusal("markers", "RESULTS.md: expected <!-- benchmark: begin -->", benchmark.main, [])
+        check_refusal("markers", "RESULTS.md: expected <!-- benchmark: begin -->", benchmark.main,
+                      [])
 
 
 def test_device(folder):
-    """The trainer that is timed runs on the device that listens, with the features' classes in front of it."""
+    """The trainer that is timed runs on the device that listens, with the features' classes in
+    front of it."""
     made = []
 
     def stop(training):
         made.append(training.Device)
         raise UserError("a device was to be made")
 
-    with mock.patch.object(benchmark.devices, "FastCuda"), mock.patch.object(Training, "make_device", stop):
-        check_refusal("device", "a device was to be made", benchmark.run_trainer, ROWS[0], 1, str(folder), Recorder)
+    with mock.patch.object(benchmark.devices,
+                           "FastCuda"), mock.patch.object(Training, "make_device", stop):
+        check_refusal("device", "a device was to be made", benchmark.run_trainer, ROWS[0], 1,
+                      str(folder), Recorder)
     kinds = made[0].__mro__
-    check("a run's device is the one that listens", Recorder in kinds and kinds.index(Recorder) > 1, kinds)
+    check("a run's device is the one that listens", Recorder in kinds and kinds.index(Recorder) > 1,
+          kinds)
 
 
 def test_float8(folder):
@@ -157,8 +175,10 @@ def test_float8(folder):
     check("jobs", done == [("time_ours", "124M fp8 B=32", None), ("time_torch", row, None),
                            ("time_torch", row, "rowwise"), ("time_torch", row, "tensorwise")], done)
     lines = said.getvalue().splitlines()[-4:]
-    check("a recipe", lines[2] == "| PyTorch, float8 rowwise | 30.00 | 0.75 | 2.0 | 6.250 | 48 of 48 |", lines[2])
-    check("one that fails", lines[3].endswith("| - | - | - | - | failed: out of memory |"), lines[3])
+    check("a recipe", lines[2] == "| PyTorch, float8 rowwise | 30.00 | 0.75 | 2.0 | 6.250 | 48 of "
+          "48 |", lines[2])
+    check("one that fails", lines[3].endswith("| - | - | - | - | failed: out of memory |"),
+          lines[3])
     with mock.patch("importlib.util.find_spec", absent):
         check_refusal("no torchao", "torchao is not installed.*pip install -r dev/requirements.txt",
                       benchmark.main, ["--float8", "both"])
@@ -172,7 +192,8 @@ def test_llmc(folder):
     found = peers.llmc_step(BOTH, "tokens.bin", folder)
     check("ms and memory", found == dict(ms=12.34, memory=2 * GIB), found)
     (folder / "run.sh").write_text('echo "$@"; echo "nvcc: not found" >&2; exit 1')
-    check_refusal("a build that fails", "run.sh failed: nvcc: not found", peers.llmc_step, BOTH, "t", folder)
+    check_refusal("a build that fails", "run.sh failed: nvcc: not found", peers.llmc_step, BOTH,
+                  "t", folder)
     check_refusal("no script", "has no run.sh", peers.llmc_step, BOTH, "t", folder / "absent")
 
 
@@ -188,7 +209,8 @@ def test_work_of_a_step():
     products = sum(amount for label, unit, amount in work if label.startswith("matmul "))
     linear = 12 * c.L * c.C**2 + c.Vp * c.C  # weights
     yield "FLOPs of products", products, 6 * B * T * linear, EXACT
-    attention = {label: amount for label, unit, amount in work if unit == "FLOP" and "attention" in label}
+    attention = {label: amount for label, unit, amount in work
+                 if unit == "FLOP" and "attention" in label}
     yield "FLOPs of attention", sum(attention.values()), 9 * B * T * T * c.C, EXACT  # per layer
     n = sum(row.size for row in c.parameter_table())
     table = {kernel["label"]: kernel for kernel in by_label(work, range(1, 1 + len(work)))}
@@ -198,4 +220,5 @@ def test_work_of_a_step():
     yield "bytes of the first layer", table["encoder_forward"]["work"], wish, EXACT
     check("a launch for each layer", table["attention_forward"]["launches"] == c.L)
     kernel = by_label([("a", "B", 5), ("b", "B", 1), ("a", "B", 7)], [1.0, 9.0, 3.0])[1]
-    check("launches of a label", kernel == dict(label="a", unit="B", launches=2, ms=4.0, us=2000.0, work=12), kernel)
+    check("launches of a label",
+          kernel == dict(label="a", unit="B", launches=2, ms=4.0, us=2000.0, work=12), kernel)

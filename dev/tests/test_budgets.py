@@ -1,7 +1,8 @@
-"""Budgets: how large the top-level files may be, what they may import, and how their Python is written.
+"""Budgets: how large the top-level files may be, what they may import, and how their Python is
+written.
 
-A feature does not raise a budget: it belongs under dev/. If a figure is far below its budget, there is room for
-something that a reader needs.
+A feature does not raise a budget: it belongs under dev/. If a figure is far below its budget, there
+is room for something that a reader needs.
 """
 import ast
 import functools
@@ -13,7 +14,9 @@ from pathlib import Path
 from dev.tests.checks import EXACT, check, fast
 
 TOP = Path(__file__).resolve().parents[2]
-FEATURE = re.compile("fp8|zero.?1|recompute|replay|hellaswag|nvtx|llama|tensor.?map|smoothing|checkpoint.every", re.I)
+FEATURE = re.compile(
+    "fp8|zero.?1|recompute|replay|hellaswag|nvtx|llama|tensor.?map|smoothing|checkpoint.every",
+    re.I)
 BUDGETS = {
     "train_gpt2.py: bytes": 74000,
     "train_gpt2.py: bytes before Faster": 62000,
@@ -39,8 +42,8 @@ BUDGETS = {
 
 @functools.cache
 def imports_of(path):
-    """Every import statement of a file, also those within functions: a list of (module, name) for each statement. For
-    `import module` the name is ""."""
+    """Every import statement of a file, also those within functions: a list of (module, name) for
+    each statement. For `import module` the name is ""."""
     statements = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -51,8 +54,8 @@ def imports_of(path):
 
 
 def graph_of(top):
-    """{module: modules of the project that it imports}. A bare name is also looked up in the module's own folder and in
-    dev/."""
+    """{module: modules of the project that it imports}. A bare name is also looked up in the
+    module's own folder and in dev/."""
     paths = {".".join(path.relative_to(top).with_suffix("").parts): path
              for path in (*top.glob("*.py"), *top.glob("dev/**/*.py"))}
     graph = {}
@@ -61,12 +64,14 @@ def graph_of(top):
         graph[module] = {found for statement in imports_of(path)
                          for name, part in statement for folder in folders for found in
                          (f"{folder}{name}", f"{folder}{name}.{part}") if found in paths} - {module}
-    graph["train_gpt2"].discard("dev.features.order")  # main hands over to it; no other arrow goes up
+    # Main hands over to it; no other arrow goes up.
+    graph["train_gpt2"].discard("dev.features.order")
     return graph
 
 
 def circles(graph):
-    """The strongly connected components of a graph, largest first: sets of modules that reach each other."""
+    """The strongly connected components of a graph, largest first: sets of modules that reach each
+    other."""
     def reached(start):
         seen, waiting = set(), [start]
         while waiting:
@@ -76,7 +81,8 @@ def circles(graph):
         return seen
 
     reach = {module: reached(module) for module in graph}
-    found = {frozenset({module, *(other for other in reach[module] if module in reach[other])}) for module in graph}
+    found = {frozenset({module, *(other for other in reach[module] if module in reach[other])})
+             for module in graph}
     return sorted(found, key=len, reverse=True)
 
 
@@ -91,7 +97,8 @@ def names_of(target):
 
 
 def is_text(node):
-    return isinstance(node, ast.JoinedStr) or isinstance(node, ast.Constant) and isinstance(node.value, str)
+    return (isinstance(node, ast.JoinedStr) or isinstance(node, ast.Constant) and
+            isinstance(node.value, str))
 
 
 def targets_of(node):
@@ -110,23 +117,27 @@ def habits(text):
             found.append((node.lineno, "a lambda with a name"))
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.IfExp):
             found.append((node.lineno, "a conditional expression as a statement"))
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult) and any(map(is_text, (node.left, node.right))):
+        if (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult) and
+            any(map(is_text, (node.left, node.right)))):
             found.append((node.lineno, "text times a condition"))
-        found += [(target.lineno, f"{names_of(target)} names set at once") for target in targets_of(node)
-                  if names_of(target) > 3]
+        found += [(target.lineno, f"{names_of(target)} names set at once")
+                  for target in targets_of(node) if names_of(target) > 3]
         if isinstance(node, ast.FunctionDef):
             found += [(inner.lineno, "a closure with defaults") for inner in ast.walk(node)
-                      if inner is not node and isinstance(inner, (ast.FunctionDef, ast.Lambda)) and inner.args.defaults]
+                      if inner is not node and isinstance(inner, (ast.FunctionDef, ast.Lambda)) and
+                      inner.args.defaults]
         for body in (getattr(node, name, None) for name in ("body", "orelse", "finalbody")):
             if isinstance(body, list):
                 lines = [getattr(node, "lineno", 0), *(statement.lineno for statement in body)]
-                found += [(line, "two statements on a line") for before, line in pairwise(lines) if before == line]
+                found += [(line, "two statements on a line") for before, line in pairwise(lines)
+                          if before == line]
     return found
 
 
 # Words that stood in the trainer for somebody else: another architecture, or a feature
-HOOKS = re.compile(r"\bNKV\b|\brelu\b|% row\.layers|header=None|\*more\)|def choose\b|\.longest\b|\bPADDED\b|"
-                   r"beside=|\*beside|\"level\"|, kept\b|SOURCES|def device_class|def finish|def pause|of_layer")
+HOOKS = re.compile(r"\bNKV\b|\brelu\b|% row\.layers|header=None|\*more\)|def "
+                   r"choose\b|\.longest\b|\bPADDED\b|beside=|\*beside|\"level\"|, "
+                   r"kept\b|SOURCES|def device_class|def finish|def pause|of_layer")
 # Methods of at most three lines that are called once, and why they are there
 SHORT = {
     "size": "a row's own figure, beside nbytes", "nbytes": "likewise", "whole_shape": "likewise",
@@ -134,20 +145,24 @@ SHORT = {
     "last_norm_forward": "a step of forward_pass, beside its backward",
     "update_pass": "a pass beside the other two", "micro_step": "what a graph records",
     "next_batches": "called twice in the loop", "restart": "a DataLoader's verb",
-    "whole_views": "called for three arenas", "repeat": "a device's verb", "zero": "a device's verb",
-    "put": "a device's verb", "get": "a device's verb", "empty": "a device's verb", "error": "argparse calls it",
-    "run": "main calls it", "logit_rows": "its docstring says why so many", "aligned_bytes": "a trick with a name",
+    "whole_views": "called for three arenas", "repeat": "a device's verb",
+    "zero": "a device's verb",
+    "put": "a device's verb", "get": "a device's verb", "empty": "a device's verb",
+    "error": "argparse calls it",
+    "run": "main calls it", "logit_rows": "its docstring says why so many",
+    "aligned_bytes": "a trick with a name",
     "linear_forward": "called four times, beside linear_backward",
 }
 
 
 def short_methods(text):
-    """The names of methods and functions whose statements take at most three lines, that the text calls at most once,
-    and that are not in SHORT."""
+    """The names of methods and functions whose statements take at most three lines, that the text
+    calls at most once, and that are not in SHORT."""
     found = []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef) and not node.name.startswith("__"):
-            body = node.body[1:] if isinstance(node.body[0], ast.Expr) and ast.get_docstring(node) else node.body
+            body = (node.body[1:] if isinstance(node.body[0], ast.Expr) and
+                    ast.get_docstring(node) else node.body)
             lines = body[-1].end_lineno - body[0].lineno + 1 if body else 0
             calls = len(re.findall(rf"\b{node.name}\b", text)) - 1
             if lines <= 3 and calls <= 1 and node.name not in SHORT:
@@ -182,11 +197,13 @@ def figures(top):
     found["train_gpt2.py: imports from dev/"] = sum(
         any(module.split(".")[0] == "dev" for module, _ in statement) for statement in imports)
     found["train_gpt2.py: names from prepro_tinyshakespeare"] = len(
-        {name for statement in imports for module, name in statement if module == "prepro_tinyshakespeare"})
+        {name for statement in imports for module, name in statement
+         if module == "prepro_tinyshakespeare"})
     for name, mark in (("train_gpt2.py", "\n# ---- Faster"), ("kernels.cu", "\n// ---- Faster")):
         found[f"{name}: bytes before Faster"] = len(texts[name].split(mark)[0].encode())
     before = text.split("\n# ---- Faster")[0].splitlines()
-    found["train_gpt2.py: lines before Faster that name a feature"] = sum(bool(FEATURE.search(line)) for line in before)
+    found["train_gpt2.py: lines before Faster that name a feature"] = sum(bool(FEATURE.search(line))
+                                                                          for line in before)
     found["train_gpt2.py: line of class GPT2"] = next(
         (number for number, line in enumerate(before, 1) if line.startswith("class GPT2")), 0)
     found["train_gpt2.py: lines of the loop"] = lines_of(text, "train")
@@ -209,19 +226,21 @@ def test_budgets():
     for line, habit in habits((TOP / "train_gpt2.py").read_text(encoding="utf-8")):
         print(f"train_gpt2.py:{line}: {habit}")
     print("short methods:", *short_methods((TOP / "train_gpt2.py").read_text(encoding="utf-8")))
-    for number, line in enumerate((TOP / "train_gpt2.py").read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate((TOP / "train_gpt2.py").read_text(encoding="utf-8").splitlines(),
+                                  1):
         if HOOKS.search(line):
             print(f"train_gpt2.py:{number}: a hook: {line.strip()}")
 
 
 FILES = {  # a small tree: train_gpt2 imports dev.a and back, and dev.a imports dev.deep.b and back
     "train_gpt2.py": "import os  # FP8\nfrom prepro_tinyshakespeare import (x,\n    y)\n"
-                     "def f():\n    from dev.a import g\n    import dev.deep.b\n    text = 'from dev import c'\n"
-                     "class GPT2: pass\n\n# ---- Faster\ndef main():\n\n    f()()\n",
+                     "def f():\n    from dev.a import g\n    import dev.deep.b\n    text = 'from "
+           "dev import c'\nclass GPT2: pass\n\n# ---- Faster\ndef main():\n\n    f()()\n",
     "dev/a.py": "import train_gpt2\ndef g():\n    from dev.deep import b\n",
     "dev/deep/b.py": "def h():\n    import a\n",
     "dev/test_a.py": "import a, train_gpt2\n",
-    "prepro_tinyshakespeare.py": "x = y = 1\n", "kernels.cu": "//\n// \u00e9\u00e9\n// ---- Faster on\n",
+    "prepro_tinyshakespeare.py": "x = y = 1\n",
+           "kernels.cu": "//\n// \u00e9\u00e9\n// ---- Faster on\n",
 }
 HABITS = """
 f()()
@@ -246,11 +265,15 @@ def test_counting():
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
         found = figures(Path(folder))
-    for name, wish in (("train_gpt2.py: imports from dev/", 2), ("train_gpt2.py: names from prepro_tinyshakespeare", 2),
-                       ("train_gpt2.py: lines before Faster that name a feature", 1), ("kernels.cu: bytes", 29),
+    for name, wish in (("train_gpt2.py: imports from dev/", 2),
+                       ("train_gpt2.py: names from prepro_tinyshakespeare", 2),
+                       ("train_gpt2.py: lines before Faster that name a feature", 1),
+                       ("kernels.cu: bytes", 29),
                        ("kernels.cu: bytes before Faster", 10), ("kernels.cu: widest line", 17),
-                       ("train_gpt2.py: line of class GPT2", 8), ("train_gpt2.py: lines of main", 3),
-                       ("train_gpt2.py: habits", 2), ("modules in the largest circle of imports", 3)):
+                       ("train_gpt2.py: line of class GPT2", 8),
+                       ("train_gpt2.py: lines of main", 3),
+                       ("train_gpt2.py: habits", 2),
+                       ("modules in the largest circle of imports", 3)):
         yield name, found[name], wish, EXACT
     lines = [line for line, _ in habits(HABITS)]
     check("habits", sorted(lines) == [2, 3, 4, 5, 6, 7, 7, 9, 10], lines)

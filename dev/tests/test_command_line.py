@@ -1,4 +1,5 @@
-"""Test train_gpt2.py as a program: what it refuses, that two runs give the same bits, and that it needs no dev/."""
+"""Test train_gpt2.py as a program: what it refuses, that two runs give the same bits, and that it
+needs no dev/."""
 import os
 import re
 import shutil
@@ -18,17 +19,19 @@ TINY_RUN = "-e", TINY, "-i", "tokens.bin", "-j", "tokens.bin", "-b", 2, "-t", 8,
 
 @fast
 def test_refusals(device_name, folder):
-    """A mistake is reported in one line: a flag, a value, flags that exclude each other, files, sizes, a folder, a
-    loss."""
+    """A mistake is reported in one line: a flag, a value, flags that exclude each other, files,
+    sizes, a folder, a loss."""
     two_token_files(folder)
     os.chdir(folder)
     Path("noise.bin").write_bytes(bytes(2000))
     tiny = *TINY_RUN, "--dtype", "fp32"
     status, _, error = call("--device", device_name, *tiny, "-o", "out", "-n", 3)
     check("what is not refused", status == 0 and not error, error)
-    for wish, *flags in [("--batch-size.* 0: ", "-b", 0), ("--nonsense", "--nonsense"), ("1.5", "-t", 1.5),
+    for wish, *flags in [("--batch-size.* 0: ", "-b", 0), ("--nonsense", "--nonsense"),
+                         ("1.5", "-t", 1.5),
                          ("nonsense", "-e", "nonsense"), ("short.bin", *tiny, "-i", "short.bin"),
-                         ("absent.bin", *tiny, "-j", "absent.bin"), ("noise.bin", *tiny, "-i", "noise.bin"),
+                         ("absent.bin", *tiny, "-j", "absent.bin"),
+                         ("noise.bin", *tiny, "-i", "noise.bin"),
                          ("noise.bin", *tiny, "-e", "noise.bin"), ("maxT = 40", *tiny, "-t", 41),
                          ("--clip.* -0.5: ", "--clip", -0.5), ("--clip.* nan: ", "--clip", "nan"),
                          ("-d 24: expected a multiple of .*B.T = 16", *tiny, "-d", 24),
@@ -36,7 +39,8 @@ def test_refusals(device_name, folder):
                          ("--moments.*'fp16'", "--moments", "fp16"),
                          ("--top-k: expected --sample too", *tiny, "--top-k", 3),
                          ("--dtype fp8 --plain 1: ", *tiny, "--dtype", "fp8", "--plain", 1),
-                         *[("--nvtx 1: .*expected --device cuda", *tiny, "--nvtx", 1)] * (device_name == "cpu"),
+                         *[("--nvtx 1: .*expected --device cuda", *tiny, "--nvtx", 1)] *
+                         (device_name == "cpu"),
                          ("holds an earlier run", *tiny, "-o", "out"),
                          ("-x 1: expected 3 or more", *tiny, "-o", "out", "-y", 1, "-x", 1),
                          ("the loss of step 2 is", *tiny, "-l", "1e30"),
@@ -50,7 +54,8 @@ def test_command_line(device_name, folder):
     """Two runs of train_gpt2.py give the same bits, and other ways of computing nearly the same."""
     two_token_files(folder)
     os.chdir(folder)
-    trained = [(dtype, f"{dtype}_{again}") for dtype in dtypes_of(device_name)[::2] for again in (1, 2)]
+    trained = [(dtype, f"{dtype}_{again}") for dtype in dtypes_of(device_name)[::2]
+               for again in (1, 2)]
     others = [(name, "--dtype", "fp32", *flags) for name, *flags in (
         ("plain", "--plain", 1), ("no_graph", "--graph", 0), ("recompute", "--recompute", 1),
         ("recompute_2", "--recompute", 2), ("moments", "--moments", "bf16"))]
@@ -68,37 +73,44 @@ def test_command_line(device_name, folder):
         check(f"train_gpt2.py: the same bits again in {dtype}", same)
     c = Config.from_file(TINY)
     for name, *_ in others:  # computed in another way, so not with the same bits on every device
-        yield f"{name}", *(numbers_of(read_parameters(result(x), c)) for x in (name, "fp32_1")), 5e-4
+        yield (f"{name}", *(numbers_of(read_parameters(result(x), c)) for x in (name, "fp32_1")),
+               5e-4)
     lines = (folder / "fp32_1" / "main.log").read_text()
-    steps = "".join(rf"s:{step} trl:\d\.\d{{4}} lr:0\.000300 norm:\d+\.\d\d\n" for step in (0, 1, 2))
+    steps = "".join(rf"s:{step} trl:\d\.\d{{4}} lr:0\.000300 norm:\d+\.\d\d\n"
+                    for step in (0, 1, 2))
     ok = re.fullmatch(rf"s:0 tel:\d\.\d{{4}}\n{steps}s:3 tel:\d\.\d{{4}}\n", lines)
     check("train_gpt2.py: its log", ok, "" if ok else repr(lines))
 
 
 @fast
 def test_top_level_files(device_name, folder):
-    """The top-level files alone train on a GPU, with the bits of the whole program; without a GPU they say so."""
+    """The top-level files alone train on a GPU, with the bits of the whole program; without a GPU
+    they say so."""
     two_token_files(folder)
     alone = folder / "alone"
     alone.mkdir()
     for name in ("train_gpt2.py", "kernels.cu", "prepro_tinyshakespeare.py"):
         shutil.copy(TOP / name, alone)
-    arguments = ("-e", TINY, "-i", "tokens.bin", "-j", "tokens.bin", "-b", "2", "-t", "8", "-x", "3", "-s", "0",
+    arguments = ("-e", TINY, "-i", "tokens.bin", "-j", "tokens.bin", "-b", "2", "-t", "8", "-x",
+                 "3", "-s", "0",
                  "--dtype", "fp32", "--plain", "1")  # --plain times no algorithms
 
     def train(program, *arguments):
-        return subprocess.run([sys.executable, program, *arguments], capture_output=True, text=True, cwd=folder,
-                              env=os.environ | {"PYTHONPATH": ""})
+        return subprocess.run([sys.executable, program, *arguments], capture_output=True, text=True,
+                              cwd=folder, env=os.environ | {"PYTHONPATH": ""})
 
     if device_name == "cpu":
         done = train(alone / "train_gpt2.py", *arguments)
-        ok = has_gpu() or done.returncode == 1 and re.fullmatch("error: no GPU can be used: .*\n", done.stderr)
-        check("train_gpt2.py: alone, and no GPU", ok, "" if ok else f"{done.returncode}, {done.stderr!r}")
+        ok = has_gpu() or done.returncode == 1 and re.fullmatch("error: no GPU can be used: .*\n",
+                                                                done.stderr)
+        check("train_gpt2.py: alone, and no GPU", ok,
+              "" if ok else f"{done.returncode}, {done.stderr!r}")
     else:
         for name, program in (("few", alone), ("all", TOP)):
             done = train(program / "train_gpt2.py", *arguments, "-o", name)
             ok = done.returncode == 0 and "step    3/3" in done.stdout
-            check(f"train_gpt2.py: with {name} files", ok, "" if ok else f"{done.stdout[-300:]} {done.stderr!r}")
+            check(f"train_gpt2.py: with {name} files", ok,
+                  "" if ok else f"{done.stdout[-300:]} {done.stderr!r}")
         few, whole = (folder / name / "model_00000003.bin" for name in ("few", "all"))
         check("train_gpt2.py: the same bits", few.read_bytes() == whole.read_bytes())
     done = train(alone / "train_gpt2.py", "--recompute", "1")
@@ -107,18 +119,20 @@ def test_top_level_files(device_name, folder):
 
 
 def test_models_by_name(device_name, folder):
-    """A folder is no checkpoint, whatever its name. What -e names and the converter takes gets the converter's command.
-    A T beyond the model's positions is refused before anything else."""
+    """A folder is no checkpoint, whatever its name. What -e names and the converter takes gets the
+    converter's command. A T beyond the model's positions is refused before anything else."""
     two_token_files(folder)
     os.chdir(folder)
-    train = ("--device", device_name, "-i", "tokens.bin", "-j", "tokens.bin", "-b", 1, "-t", 8, "-x", 1, "-s", 0)
+    train = ("--device", device_name, "-i", "tokens.bin", "-j", "tokens.bin", "-b", 1, "-t", 8,
+             "-x", 1, "-s", 0)
     for name in ("d1", "gpt2_124M.bin", "llama3:d1", "hf", "here"):
         (folder / name).mkdir()
     (folder / "hf/config.json").touch()
     for name, flags, wish, *more in (
             ("d1", ("-e", "d1", "-o", "d1", "-n", 1), "d1 .*L=1"),
             ("d1, resumed", ("-o", "d1", "-y", 1, "-x", 2), "d1/.*L=1"),
-            ("the default's name", ("-l", 1e-4), "d3 .*L=3" if device_name == "cpu" else "d12 .*L=12"),
+            ("the default's name", ("-l", 1e-4),
+             "d3 .*L=3" if device_name == "cpu" else "d12 .*L=12"),
             ("llama3:d1", ("-e", "llama3:d1"), "llama3:d1 .*L=1", LLAMA)):
         keywords = dict(program=more[0]) if more else {}
         status, text, error = call(*train, *flags, **keywords)
@@ -132,17 +146,24 @@ def test_models_by_name(device_name, folder):
             (command.format("gpt2", "gpt2_124M.bin"), "-e", "gpt2"),
             (command.format("gpt2-xl", "gpt2-xl.bin"), "-e", "gpt2-xl"),
             (command.format("gpt2", "gpt2_124M.bin"), "-e", "gpt2", "--sample", "A"),
-            (command.format("openai-community/gpt2-medium", "gpt2-medium.bin"), "-e", "openai-community/gpt2-medium"),
+            (command.format("openai-community/gpt2-medium", "gpt2-medium.bin"), "-e",
+             "openai-community/gpt2-medium"),
             (command.format("hf", "hf.bin"), "-e", "hf"),
             (command.format("x.safetensors", "x.bin"), "-e", "x.safetensors"),
-            ("here is a folder: expected one of its checkpoints, such as here/model_00000007.bin", "-e", "here"),
-            ("-e nonsense: expected a checkpoint, or a descriptor from d1 to d999, such as d12", "-e", "nonsense"),
+            ("here is a folder: expected one of its checkpoints, such as here/model_00000007.bin",
+             "-e", "here"),
+            ("-e nonsense: expected a checkpoint, or a descriptor from d1 to d999, such as d12",
+             "-e", "nonsense"),
             ("-t 41: expected at most maxT = 40: wpe has no more positions", "-e", TINY, "-t", 41),
-            ("-t 41: expected at most maxT = 40: wpe has no more positions", "-e", TINY, "-t", 41, "--dry-run"),
-            ("-t 41: expected at most maxT = 40: wpe has no more positions", "-e", TINY, "-t", 41, "--sample", ""),
-            ("-t 2000: expected at most maxT = 1024: wpe has no more positions", "-e", "d1", "-t", 2000, "-b", 9999)):
+            ("-t 41: expected at most maxT = 40: wpe has no more positions", "-e", TINY, "-t", 41,
+             "--dry-run"),
+            ("-t 41: expected at most maxT = 40: wpe has no more positions", "-e", TINY, "-t", 41,
+             "--sample", ""),
+            ("-t 2000: expected at most maxT = 1024: wpe has no more positions", "-e", "d1", "-t",
+             2000, "-b", 9999)):
         status, text, error = call(*train, *flags)
-        ok = status == 1 and re.fullmatch(f"error: .*{re.escape(wish)}\n", error) and "GiB" not in text
+        ok = (status == 1 and re.fullmatch(f"error: .*{re.escape(wish)}\n", error) and
+              "GiB" not in text)
         check(f"refused: {' '.join(map(str, flags))}", ok, "" if ok else text[-300:] + error)
     status, text, error = call(*train, "-e", "llama3:d1", "-t", 90, "-x", 0, program=LLAMA)
     check("a Llama has any T", status == 0, error)

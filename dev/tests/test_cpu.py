@@ -47,22 +47,26 @@ def test_kernel_files(device_name, folder):
     device.put(out, np.zeros(50))
     device.launch("fill", 40, out, 3, 40)
     yield "a kernel of 40 items", device.get(out), np.float32([3] * 40 + [0] * 10), EXACT
-    check_refusal("kernel", "no kernel without_block with a BLOCK", device.launch, "without_block", 1, out)
+    check_refusal("kernel", "no kernel without_block with a BLOCK", device.launch, "without_block",
+                  1, out)
     check_refusal("kernel", "2 arguments", device.launch, "fill", 40, out, 3)
     check_refusal("kernel", "4 arguments", device.launch, "fill", 40, out, 3, 40, 5)
-    if device_name == "cpu":  # a copy shares the library, except with -g, since a debugger shows the source's path
+    # A copy shares the library, except with -g, since a debugger shows the source's path.
+    if device_name == "cpu":
         (folder / "copy").mkdir()
         copied = shutil.copy(path, folder / "copy")
         for flag, wish in (("-O1", 1), ("-O1 -g1", 2)):
             with mock.patch.dict("os.environ", CXXFLAGS=flag), contextlib.redirect_stdout(None):
-                found = {make_device("cpu", "fp32", type("One", (Config,), dict(SOURCES=(file,)))()).library._name
-                         for file in (path, Path(copied))}
+                found = {make_device("cpu", "fp32", type("One", (Config,), dict(
+                    SOURCES=(file,)))()).library._name for file in (path, Path(copied))}
             check(f"a copy of the kernels, {flag}: libraries", len(found) == wish, len(found))
     path.write_text(KERNEL_FILE.replace("float value", "double value"))
-    check_refusal("kernel", "fill: double value: expected a pointer.* int, float", checked_kernels, [path])
+    check_refusal("kernel", "fill: double value: expected a pointer.* int, float", checked_kernels,
+                  [path])
     for block in ("size", "4 *", "threads / 0", "0 * threads"):
         path.write_text(KERNEL_FILE.replace("BLOCK(32, threads)", f"BLOCK(32, {block})"))
-        check_refusal("kernel", "BLOCK over .*: .*: expected arithmetic in threads and W", checked_kernels, [path])
+        check_refusal("kernel", "BLOCK over .*: .*: expected arithmetic in threads and W",
+                      checked_kernels, [path])
 
 
 LAUNCH = """
@@ -74,7 +78,8 @@ from dev.features.devices import make_device
 from prepro_tinyshakespeare import run_main
 
 def main():
-    device = make_device("cpu", "fp32", type("One", (Config,), dict(SOURCES=(Path(sys.argv[1]),)))())
+    one = type("One", (Config,), dict(SOURCES=(Path(sys.argv[1]),)))
+    device = make_device("cpu", "fp32", one())
     out = np.zeros(40, np.float32)
     device.launch("fill", 40, out, 3, 40)
     print("sum", int(out.sum()))
@@ -84,15 +89,17 @@ run_main(main)
 
 
 def test_cached_libraries(device_name, folder):
-    """A library in the cache that is damaged is compiled again, and not loaded: the system would kill the process. A
-    cache that cannot be used is one line that names XDG_CACHE_HOME."""
+    """A library in the cache that is damaged is compiled again, and not loaded: the system would
+    kill the process. A cache that cannot be used is one line that names XDG_CACHE_HOME."""
     path = folder / "kernels.cu"
     path.write_text(KERNEL_FILE)
 
     def launched(cache=folder, **variables):
         variables = os.environ | {"CXXFLAGS": "-O1", "XDG_CACHE_HOME": str(cache)} | variables
-        done = subprocess.run([sys.executable, "-c", LAUNCH, path], env=variables, capture_output=True, text=True)
-        return done.returncode, "compiling" in done.stdout, (done.stdout + done.stderr).splitlines()[-1:]
+        done = subprocess.run([sys.executable, "-c", LAUNCH, path], env=variables,
+                              capture_output=True, text=True)
+        return (done.returncode, "compiling" in done.stdout,
+                (done.stdout + done.stderr).splitlines()[-1:])
 
     check("compiled once", launched() == (0, True, ["sum 120"]))
     check("then loaded", launched() == (0, False, ["sum 120"]))
@@ -102,10 +109,14 @@ def test_cached_libraries(device_name, folder):
     flipped = bytearray(data)
     flipped[len(data) // 3] ^= 1
     for what, file, content in (
-            ("half of it", library, data[: len(data) // 2]), ("its first page", library, data[:4096]),
-            ("nothing", library, b""), ("zeros", library, bytes(len(data))), ("a flipped bit", library, flipped),
-            ("no library", library, None), ("no checksum", seal, None), ("an empty checksum", seal, b""),
-            ("half a checksum", seal, notes[:32]), ("a checksum of zeros", seal, bytes(len(notes)))):
+            ("half of it", library, data[: len(data) // 2]),
+            ("its first page", library, data[:4096]),
+            ("nothing", library, b""), ("zeros", library, bytes(len(data))),
+            ("a flipped bit", library, flipped),
+            ("no library", library, None), ("no checksum", seal, None),
+            ("an empty checksum", seal, b""),
+            ("half a checksum", seal, notes[:32]),
+            ("a checksum of zeros", seal, bytes(len(notes)))):
         if content is None:
             file.unlink()
         else:
@@ -119,11 +130,13 @@ def test_cached_libraries(device_name, folder):
         with tempfile.TemporaryDirectory(dir=shared) as cache:
             found = launched(cache)
         check(f"{shared}, with noexec", found[0] == 1 and "XDG_CACHE_HOME" in found[2][0], found)
-    with mock.patch("ctypes.CDLL", side_effect=OSError("x.so: failed to map segment from shared object")):
-        check_refusal("a disk with noexec", "x.so: failed to map.*noexec; set XDG_CACHE_HOME", cpu_of, folder,
-                      KERNEL_FILE)
+    with mock.patch("ctypes.CDLL", side_effect=OSError("x.so: failed to map segment from shared "
+                                                       "object")):
+        check_refusal("a disk with noexec", "x.so: failed to map.*noexec; set XDG_CACHE_HOME",
+                      cpu_of, folder, KERNEL_FILE)
     with mock.patch("ctypes.CDLL", side_effect=OSError("x.so: undefined symbol: f")):
-        check("a function without a body", "could not compile" in refusal(cpu_of, folder, KERNEL_FILE))
+        check("a function without a body",
+              "could not compile" in refusal(cpu_of, folder, KERNEL_FILE))
     found = launched(path)  # a file, not a folder
     check("a cache that is a file", found[0] == 1 and "XDG_CACHE_HOME" in found[2][0], found)
     with mock.patch.dict("os.environ"), mock.patch("pwd.getpwuid", side_effect=KeyError):
@@ -156,7 +169,8 @@ extern "C" __global__ void leftovers(float* out) {
     __shared__ __align__(16) float x[32], y[2][32];  // two of them
     __shared__ Numbers<4, 8> z;
     int i = threadIdx.x;
-    out[32 * blockIdx.x + i] = x[i] == x[i] || y[0][i] == y[0][i] || y[1][i] == y[1][i] || z.x[i] == z.x[i];
+    out[32 * blockIdx.x + i] =
+        x[i] == x[i] || y[0][i] == y[0][i] || y[1][i] == y[1][i] || z.x[i] == z.x[i];
     x[i] = y[0][i] = y[1][i] = z.x[i] = 1.0f;
 }
 BLOCK(32, 1)
@@ -192,23 +206,27 @@ def cpu_of(folder, text, dtype="fp32", **sizes):
     class Other(Config):
         SOURCES = (path,)
 
-    with contextlib.redirect_stdout(None), mock.patch.dict("os.environ", CXXFLAGS="-O1", XDG_CACHE_HOME=str(folder)):
+    with contextlib.redirect_stdout(None), mock.patch.dict("os.environ", CXXFLAGS="-O1",
+                                                           XDG_CACHE_HOME=str(folder)):
         return make_device("cpu", dtype, Other(**sizes), plain=True)
 
 
 def test_orders(device_name, folder):
-    """In which order threads run, when copies arrive, and that each block's shared memory starts as NaN."""
+    """In which order threads run, when copies arrive, and that each block's shared memory starts as
+    NaN."""
     if device_name != "cpu":
         return
     device = cpu_of(folder, ORDER_FILE)
 
-    def turns(order, block=0):  # when each of a block's 70 threads runs, before and after it waits for its warp
+    # When each of a block's 70 threads runs, before and after it waits for its warp.
+    def turns(order, block=0):
         turn, count = np.full((2, 2, 70), -1, np.int32), np.zeros(2, np.int32)
         device.set_order(order)
         device.launch("turns", 140, turn, count, threads=70)
         return turn[block]
 
-    # A warp does both before the next one starts. In the order forward, lane 0 is the last to go on after the wait.
+    # A warp does both before the next one starts. In the order forward, lane 0 is the last to go on
+    # after the wait.
     lanes = np.arange(32)
     yield "forward", turns("forward")[0], np.r_[lanes, 64 + lanes, 128 + lanes[:6]], EXACT
     forward_again = (32 + (lanes + 1) % 32, 96 + (lanes + 1) % 32, 134 + (lanes[:6] + 1) % 6)
@@ -226,15 +244,18 @@ def test_orders(device_name, folder):
                     for w, f in zip(warps, first))
         check(f"shuffle {seed}: warp by warp", whole, f"{first}")
         ranks = [tuple(np.argsort(turn[w])) for w in warps for turn in (before, after)]
-        check(f"shuffle {seed}: lanes are shuffled anew", len({*ranks, (*lanes,), (*lanes[::-1],)}) == 8)
+        check(f"shuffle {seed}: lanes are shuffled anew",
+              len({*ranks, (*lanes,), (*lanes[::-1],)}) == 8)
     check("each block is shuffled in its own way", (turns(1, block=1)[0] != shuffled[1][0]).any())
     yield "and all are reversed alike", turns("reverse", block=1), turns("reverse"), EXACT
     check("warps are shuffled", len(firsts) > 2, f"{firsts}")
     device.set_order("forward")
     for order in ("backward", 0, -1, 1.5, 2**31, ""):
-        check_refusal("order", f"order is {order}: expected forward, reverse, or a", device.set_order, order)
+        check_refusal("order", f"order is {order}: expected forward, reverse, or a",
+                      device.set_order, order)
     with mock.patch.dict("os.environ", CUDA_ON_CPU_ORDER="x"):
-        check_refusal("order", "CUDA_ON_CPU_ORDER is x: expected forward", cpu_of, folder, ORDER_FILE)
+        check_refusal("order", "CUDA_ON_CPU_ORDER is x: expected forward", cpu_of, folder,
+                      ORDER_FILE)
     with mock.patch.dict("os.environ", CUDA_ON_CPU_ORDER="reverse"):
         device = cpu_of(folder, ORDER_FILE)
     turn, count = np.zeros(140, np.int32), np.zeros(1, np.int32)
@@ -246,17 +267,21 @@ def test_orders(device_name, folder):
         device.launch("leftovers", 5, out)
         yield f"shared memory that outlives a block {again}", out, np.zeros((5, 32)), EXACT
     for order in thread_orders():
-        nan, source = np.full((4, 4, 32), np.nan), np.arange(128, dtype=np.float32).reshape(4, 32) + 1
-        nan[1:, 0], nan[1:, 1], nan[3, 3] = source[0], np.where(lanes % 2 == 0, source[1], 0), source[3]
+        nan, source = np.full((4, 4,
+                               32), np.nan), np.arange(128, dtype=np.float32).reshape(4, 32) + 1
+        nan[1:, 0], nan[1:, 1], nan[3, 3] = (source[0], np.where(lanes % 2 == 0, source[1], 0),
+                                             source[3])
         out = np.zeros((4, 4, 32), np.float32)
         device.set_order(order)
         device.launch("copies", 1, out, source)
-        check(f"copies land where they are waited for, in order {order}", np.array_equal(out, nan, equal_nan=True))
+        check(f"copies land where they are waited for, in order {order}",
+              np.array_equal(out, nan, equal_nan=True))
 
 
 def test_races(device_name, folder):
-    """If a barrier or a wait is cut from a copy of kernels.cu (with a feature's kernels behind it), the check notices,
-    and names the array and an element. Without a wait the array is NaN in every order."""
+    """If a barrier or a wait is cut from a copy of kernels.cu (with a feature's kernels behind it),
+    the check notices, and names the array and an element. Without a wait the array is NaN in every
+    order."""
     if device_name != "cpu":
         return
     sources = [*Config.SOURCES, OUTLIERS]
@@ -286,21 +311,30 @@ def test_races(device_name, folder):
     for kernel, (name, sizes, choice, before, cut, wish) in zip(kernels, RACES):
         said, launched = found(whole, kernel, sizes, choice)
         check(f"{name}, whole: {cut}", said == "", said)
-        said, _ = found(cpu_of(folder, text_of(launched, before, cut), C=64, NH=1), kernel, sizes, choice)
+        said, _ = found(cpu_of(folder, text_of(launched, before, cut), C=64, NH=1), kernel, sizes,
+                        choice)
         check(f"{name}, cut: {cut}", re.match(wish, said), said)
 
 
-RACES = (  # kernel of the lab, sizes, a choice, the text in kernels.cu before the cut, what to cut, the message
-    ("encoder_backward", "B=4,T=50,C=64,V=257,share=60", {}, "sum_of(i, warp, warps);", "__syncthreads();",
+# Kernel of the lab, sizes, a choice, the text in kernels.cu before the cut, what to cut, the
+# message.
+RACES = (
+    ("encoder_backward", "B=4,T=50,C=64,V=257,share=60", {}, "sum_of(i, warp, warps);",
+     "__syncthreads();",
      r"has a race: dwte\[.*\]"),
-    ("matmul_backward_bias", "B=1,T=300,OC=96", dict(shares=5), "store(of_row[r] + c, sum);", "__syncthreads();",
+    ("matmul_backward_bias", "B=1,T=300,OC=96", dict(shares=5), "store(of_row[r] + c, sum);",
+     "__syncthreads();",
      r"has a race: dbias\[.*\]"),
-    ("layernorm_backward", "B=1,T=70,C=64", dict(grid=(2, 3)), "wait_for_copies<1>();\n        } else {",
+    ("layernorm_backward", "B=1,T=70,C=64", dict(grid=(2, 3)),
+     "wait_for_copies<1>();\n        } else {",
      "wait_for_copies<0>();", r"dresidual\[.*\] is nan, expected"),  # in every order
-    ("attention_forward", "B=1,T=300,NH=2,HS=64", {}, "wait_for_tiles(Arrivals&) {\n", "__syncthreads();",
+    ("attention_forward", "B=1,T=300,NH=2,HS=64", {}, "wait_for_tiles(Arrivals&) {\n",
+     "__syncthreads();",
      r"out\[.*\] is nan, expected"),  # in every order: a thread that does not wait reads NaN
-    ("classifier_fused", "B=1,T=27,V=257,Vp=384", dict(rows=0.7), "to_float(*at(target));", "__syncthreads();",
+    ("classifier_fused", "B=1,T=27,V=257,Vp=384", dict(rows=0.7), "to_float(*at(target));",
+     "__syncthreads();",
      r"has a race: losses\[\d+\]"),
     ("global_norm", "n=49380", dict(blocks=70), "(int)gridDim.x - 1;\n    }", "__syncthreads();",
      "kernels.cu: global_norm: block .* is stuck: "),
-    ("outliers", "seen=290", {}, "window[seen % WINDOW] = value;", "__syncwarp();", r"has a race: z_scores\[.*\]"))
+    ("outliers", "seen=290", {}, "window[seen % WINDOW] = value;", "__syncwarp();",
+     r"has a race: z_scores\[.*\]"))

@@ -94,7 +94,8 @@ CASES = (  # (name, the machine, exit status, how lines begin: regular expressio
         "NO  GPU .*7.0: fp32: no.* -> train with --device cpu",
         "--device cuda lacks: GPU, CuPy, a kernel"]),
     ("no driver", dict(modules=cupy()), 0, [
-        "NO  driver .*libcuda.so.1.* -> .*install its driver", "NO  CuPy .*not looked at: it needs: GPU",
+        "NO  driver .*libcuda.so.1.* -> .*install its driver",
+        "NO  CuPy .*not looked at: it needs: GPU",
         "--device cuda lacks: driver", "--device cpu would train"]),
     ("neither a driver nor a compiler", dict(NO_CPU), 1, [
         r"NO  compiler neither .* -> apt install g\+\+", "--device cuda lacks: driver",
@@ -116,7 +117,8 @@ CASES = (  # (name, the machine, exit status, how lines begin: regular expressio
     ("a driver too old for CuPy", dict(gpu=driver(12040), modules=cupy()), 0, [
         "ok  driver .*CUDA 12.4",
         "NO  CuPy .*14.2.0 needs CUDA 13, the driver knows 12 -> "
-        r"pip uninstall -y cupy-cuda13x; pip install 'cupy-cuda12x\[ctk\]>=14.2' numpy 'tiktoken>=0.13'"]),
+        r"pip uninstall -y cupy-cuda13x; pip install 'cupy-cuda12x\[ctk\]>=14.2' numpy "
+        r"'tiktoken>=0.13'"]),
     ("CuPy for CUDA 12", dict(gpu=driver(12040), modules=cupy(cuda=12090),
                               names=["cupy-cuda12x"]), 0, [
         "ok  CuPy .*for CUDA 12", "--device cuda would train"]),
@@ -128,7 +130,8 @@ CASES = (  # (name, the machine, exit status, how lines begin: regular expressio
         "NO  CuPy .*13.6.0; expected 14.2 or later -> pip"]),
     ("an old CuPy for CUDA 12", dict(gpu=driver(12040, 75), modules=cupy("13.6.0", cuda=12090),
                                      names=["cupy-cuda12x"]), 0, [
-        "NO  CuPy .*13.6.0; expected .* -> pip uninstall -y cupy-cuda12x; pip install 'cupy-cuda12x"]),
+        "NO  CuPy .*13.6.0; expected .* -> pip uninstall -y cupy-cuda12x; pip install "
+        "'cupy-cuda12x"]),
     ("a full GPU", dict(gpu=driver(), modules=cupy(free=2**29)), 0, [
         "NO  a kernel .*0.5 of 16.0 GiB .* -> .*nvidia-smi"]),
     ("no NCCL", dict(gpu=driver(), modules=cupy(nccl=False)), 0, [

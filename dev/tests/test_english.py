@@ -8,12 +8,17 @@ import sys
 
 from dev.tests.checks import check
 
-PROSE = ["This is the first paragraph of a text that reads as English prose, and it is long enough to be kept.",
-         "Another one says, in other words, that a paragraph with the usual little words is what we are looking for.",
-         "The third of them is here so that a document of some paragraphs has the two hundred letters it needs.",
-         "It is not to be found in any other file, and so it stays where it is: in the document that has it alone."]
+PROSE = ["This is the first paragraph of a text that reads as English prose, and it is long enough "
+         "to be kept.",
+         "Another one says, in other words, that a paragraph with the usual little words is what "
+         "we are looking for.",
+         "The third of them is here so that a document of some paragraphs has the two hundred "
+         "letters it needs.",
+         "It is not to be found in any other file, and so it stays where it is: in the document "
+         "that has it alone."]
 TABLE = "the 0x01 | of 0x02 | the 0x03 | and 0x04 | the 0x05 | of 0x06 | the 0x07 | and 0x08"
-LIST = "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron pi rho sigma tau"
+LIST = ("alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron pi rho "
+        "sigma tau")
 
 
 def test_english_text(folder):
@@ -25,9 +30,12 @@ def test_english_text(folder):
             "a.md": f"# Title\n\n{one}\n\n{TABLE}\n\n{LIST}\n \n{two}\n\n{two}\n",
             "b.txt": f"{one}\n\n{two}\n\n{three}\n\n{four}",  # of which two are new
             "c.txt": f"{three}\n\n{four}",  # none is new
-            "d.html": f"<p>{one} One &amp; two.</p><script>{four} S</script><div>{two} <b>B</b>old</div>",
-            "e.py": f"def f():\n    '''{one} F.'''\n    x = '''{two} X.'''\nclass C:\n    '''{three} C.'''\n",
-            "man/man1/f.1": f'.\\" {one}\n.TH F 1\n.SH NAME\n{one} \\fBM\\fR.\n.PP\n{two}\n.B M\\-n\n',
+            "d.html": f"<p>{one} One &amp; two.</p><script>{four} S</script><div>{two} "
+            "<b>B</b>old</div>",
+            "e.py": f"def f():\n    '''{one} F.'''\n    x = '''{two} X.'''\nclass C:\n    "
+            f"'''{three} C.'''\n",
+            "man/man1/f.1": f'.\\" {one}\n.TH F 1\n.SH NAME\n{one} \\fBM\\fR.\n.PP\n{two}\n.B '
+            'M\\-n\n',
             "man/de/f.1": f"{one} D.\n\n{two} D.", "LICENSE.txt": f"{one} L.\n\n{two} L.",
             "g.py": "def f(:", "h.rst": f"{one} It is too short.", "i.cfg": f"{one} I.\n\n{two} I.",
             "latin.txt": f"{one} \xe9.\n\n{two} \xe9."}.items():
@@ -36,18 +44,18 @@ def test_english_text(folder):
     (docs / "l.py").write_bytes(f"\ufeff\"\"\"{one} L.\n\n{two} L.\"\"\"\n".encode())
     (docs / "k.txt.gz").write_bytes(b"no gzip")
     whole = gzip.compress(f"{one} K.\n\n{two} K.".encode())
-    for i, damaged in enumerate((whole[:40] + b"\xff\xff" + whole[42:], whole[:-20], whole[:-8] + bytes(8), whole[:12],
-                                 whole[:3] + b"\xff" * 9 + whole[12:], b"")):
+    for i, damaged in enumerate((whole[:40] + b"\xff\xff" + whole[42:], whole[:-20], whole[:-8] +
+                                 bytes(8), whole[:12], whole[:3] + b"\xff" * 9 + whole[12:], b"")):
         (docs / f"k{i}.txt.gz").write_bytes(damaged)
     (docs / "m.py").write_text(f"\"\"\"{one} \\ud83d M.\n\n{two} \\ud83d\\ude00 M.\"\"\"\n")
     (docs / "n.py").write_text("x = " + "(" * 3000 + ")" * 3000 + "\n")
-    wish = {f"{one}\n\n{two}", f"{three}\n\n{four}", f"{one} One & two.\n\n{two} Bold", f"{one} F.\n\n{three} C.",
-            f"{one} M.\n\n{two} M-n", f"{one} J.\n\n{two} {three} J.",
+    wish = {f"{one}\n\n{two}", f"{three}\n\n{four}", f"{one} One & two.\n\n{two} Bold",
+            f"{one} F.\n\n{three} C.", f"{one} M.\n\n{two} M-n", f"{one} J.\n\n{two} {three} J.",
             f"{one} L.\n\n{two} L.", f"{one} \ufffd M.\n\n{two} \U0001f600 M."}
 
     def gather(*arguments):
-        return subprocess.run([sys.executable, "-m", "dev.data.english", *arguments], cwd=folder, text=True,
-                              capture_output=True)
+        return subprocess.run([sys.executable, "-m", "dev.data.english", *arguments], cwd=folder,
+                              text=True, capture_output=True)
 
     done = gather("docs", "--output", "1.jsonl")
     found = [json.loads(line)["text"] for line in (folder / "1.jsonl").read_text().splitlines()]
@@ -57,9 +65,11 @@ def test_english_text(folder):
     line = f"1.jsonl: {len(wish)} documents of {sum(map(len, wish)):,} characters, from 20 files\n"
     check("english.py: what it says", done.stdout == line, done.stdout + done.stderr)
     gather("docs/man", "docs", "--output", "2.jsonl")
-    check("english.py: the same again", (folder / "2.jsonl").read_bytes() == (folder / "1.jsonl").read_bytes())
+    check("english.py: the same again",
+          (folder / "2.jsonl").read_bytes() == (folder / "1.jsonl").read_bytes())
     (folder / "empty").mkdir()
-    for wish, name in (("none: there is no such folder", "none"), ("no English prose in 0 files", "empty")):
+    for wish, name in (("none: there is no such folder",
+                        "none"), ("no English prose in 0 files", "empty")):
         done = gather(name)
         ok = done.returncode == 1 and re.fullmatch(f"error: {wish}.*\n", done.stderr)
         check(f"english.py: {wish}", ok, "" if ok else done.stderr)

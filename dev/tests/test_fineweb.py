@@ -1,6 +1,7 @@
 """Test dev/data/fineweb.py and the tables it reads: its shards, kills, and refusals.
 
-Shards are put together here by what llm.c's format says. This needs pyarrow. dev/tests/test_hub.py downloads.
+Shards are put together here by what llm.c's format says. This needs pyarrow. dev/tests/test_hub.py
+downloads.
 """
 import itertools
 import os
@@ -19,8 +20,8 @@ import pytest
 from dev.data import fineweb
 from dev.data.parquet_jsonl import read_rows, table_files
 from dev.tests.checks import check, check_refusal, fast
-from dev.tests.documents import (EOT, check_command, command, contents, finish, in_process, some_texts, start,
-                                 stream_of, write_parquet, write_texts)
+from dev.tests.documents import (EOT, check_command, command, contents, finish, in_process,
+                                 some_texts, start, stream_of, write_parquet, write_texts)
 from prepro_tinyshakespeare import UserError, byte_encoding, gpt2_encoding
 
 
@@ -32,7 +33,8 @@ def shards_of(stream, name, val, size):
         header = np.zeros(256, "<i4")
         header[:3] = 20240520, 1, end - begin
         part = "val" if i == 0 else "train"
-        files[f"{name}_{part}_{i:06d}.bin"] = header.tobytes() + np.array(stream[begin:end], "<u2").tobytes()
+        files[f"{name}_{part}_{i:06d}.bin"] = (header.tobytes() +
+                                               np.array(stream[begin:end], "<u2").tobytes())
     return files
 
 
@@ -50,15 +52,16 @@ def test_tables(folder):
             wish = [list(zip(texts, range(13)))[first:] for first in range(15)]
             check(f"{path.name}, {group} rows in a group", found == wish)
     write_parquet(path, {"text": ["x"] * 5000}, 4000)
-    check("rows of more than a batch", [len(list(read_rows(path, ["text"], first))) for first in (0, 1023, 1025, 4001)]
-          == [5000, 3977, 3975, 999])
+    check("rows of more than a batch", [len(list(read_rows(path, [
+        "text"], first))) for first in (0, 1023, 1025, 4001)] == [5000, 3977, 3975, 999])
     (folder / "deeper").mkdir()
     write_texts(folder / "deeper" / "a.jsonl", ["x"])
     (folder / "notes.txt").write_text("no table")
     names = [str(found.relative_to(folder)) for found in table_files(folder)]
     check("the tables of a folder", names == ["a.parquet", "b.jsonl", "deeper/a.jsonl"], names)
     check("one table", table_files(folder / "b.jsonl") == [folder / "b.jsonl"])
-    for wish, source in (("absent: no such file", "absent"), ("notes.txt: found none of these", "notes.txt")):
+    for wish, source in (("absent: no such file",
+                          "absent"), ("notes.txt: found none of these", "notes.txt")):
         check_refusal("tables", wish, table_files, folder / source)
 
     def all_rows(name, content, column="text"):
@@ -76,27 +79,35 @@ def test_tables(folder):
             ("a.parquet: is no Parquet, or a part", "a.parquet", b""),
             ("c.parquet: could not be read", "c.parquet", None),
             ("c.jsonl: could not be read", "c.jsonl", None),
-            (r"b.jsonl: line 2 has no field text; expected it in \['body'\]", "b.jsonl", b'{"text": 1}\n{"body": 1}'),
+            (r"b.jsonl: line 2 has no field text; expected it in \['body'\]", "b.jsonl",
+             b'{"text": 1}\n{"body": 1}'),
             *((f"b.jsonl: line {i} is no JSON object", "b.jsonl", content) for i, content in (
-                (1, b"[1]"), (2, b'{"text": "a"}\n{"text":'), (3, b'{"text": "a"}\n\n{'), (1, b'{"text": "\xff"}'))),
-            ("b.jsonl: line 3 is JSON with too many brackets in brackets; expected an object with simple fields",
+                (1, b"[1]"), (2, b'{"text": "a"}\n{"text":'), (3, b'{"text": "a"}\n\n{'),
+                (1, b'{"text": "\xff"}'))),
+            ("b.jsonl: line 3 is JSON with too many brackets in brackets; expected an object with "
+             "simple fields",
              "b.jsonl", b'{"text": "a"}\n\n{"text": ' + b"[" * 10**5 + b"]" * 10**5 + b"}"),
-            ("b.jsonl: line 1 is JSON with too many brackets", "b.jsonl", b'{"a":' * 10**5 + b"1" + b"}" * 10**5)):
+            ("b.jsonl: line 1 is JSON with too many brackets", "b.jsonl",
+             b'{"a":' * 10**5 + b"1" + b"}" * 10**5)):
         check_refusal("table", wish, all_rows, *args)
     with mock.patch.dict(sys.modules, {"pyarrow.parquet": None}):
-        check_refusal("table", r"pyarrow is missing .*pip install -r dev/requirements.txt", all_rows, "a.parquet", None)
+        check_refusal("table", r"pyarrow is missing .*pip install -r dev/requirements.txt",
+                      all_rows, "a.parquet", None)
 
 
 def test_lines(folder):
-    """Blank lines are no rows, and a byte order mark is no part of one: the rows from each one on."""
+    """Blank lines are no rows, and a byte order mark is no part of one: the rows from each one
+    on."""
     path = folder / "a.jsonl"
-    path.write_bytes(b'\xef\xbb\xbf{"text": "a"}\n\n \t\r\n{"text": "\\ud800b"}\r\n\n\xef\xbb\xbf{"text": null}\n'
+    path.write_bytes(b'\xef\xbb\xbf{"text": "a"}\n\n \t\r\n{"text": "\\ud800b"}\r\n'
+                     b'\n\xef\xbb\xbf{"text": null}\n'
                      b'\n{"text": ""}\n\n\n')
     rows = [("a",), ("\ud800b",), (None,), ("",)]
     for first in range(6):
         check(f"from row {first} on", list(read_rows(path, ["text"], first)) == rows[first:])
     command("fineweb", folder, "--input", path, "--output", "out", "-s", 3)
-    (folder / "deep.jsonl").write_bytes(b'{"text": ' + b"[" * 3000 + b"]" * 3000 + b"}")  # newer Pythons read this
+    # Newer Pythons read this.
+    (folder / "deep.jsonl").write_bytes(b'{"text": ' + b"[" * 3000 + b"]" * 3000 + b"}")
     check_command("3,000 lists in lists", "deep.jsonl: .*(line|row) 1 .*expected", command(
         "fineweb", folder, "--input", "deep.jsonl"), 1)
     stream = stream_of([text for text, in rows])
@@ -104,8 +115,8 @@ def test_lines(folder):
 
 
 def test_not_utf8(folder):
-    """A string in Parquet that is not UTF-8 is named by its row, in any batch and group, and those before it are read;
-    so is one in a list. A column that is there twice is refused."""
+    """A string in Parquet that is not UTF-8 is named by its row, in any batch and group, and those
+    before it are read; so is one in a list. A column that is there twice is refused."""
     import pyarrow
     from pyarrow import parquet
     path = folder / "a.parquet"
@@ -113,10 +124,11 @@ def test_not_utf8(folder):
         texts = [b"text %d" % i for i in range(3000)]
         texts[bad] = b"caf\xe9"
         column = pyarrow.array(texts, pyarrow.binary()).view(pyarrow.string())
-        parquet.write_table(pyarrow.table({"text": column, "id": range(3000)}), path, row_group_size=group)
+        parquet.write_table(pyarrow.table({"text": column, "id": range(3000)}), path,
+                            row_group_size=group)
         for first in (0, bad // 2, bad):
-            check_refusal(f"from row {first} on", f"a.parquet: row {bad + 1}: text is not UTF-8", list,
-                          read_rows(path, ["id", "text"], first))
+            check_refusal(f"from row {first} on", f"a.parquet: row {bad + 1}: text is not UTF-8",
+                          list, read_rows(path, ["id", "text"], first))
         after = [i for _, i in read_rows(path, ["text", "id"], bad + 1)]
         check(f"after row {bad + 1}", after == [*range(bad + 1, 3000)], len(after))
     check_command("fineweb.py, no UTF-8", "a.parquet: row 3000: text is not UTF-8", command(
@@ -125,7 +137,8 @@ def test_not_utf8(folder):
     parquet.write_table(pyarrow.table({"text": lists}), path)
     check_refusal("a list", "a.parquet: row 2: text is not UTF-8", list, read_rows(path, ["text"]))
     parquet.write_table(pyarrow.Table.from_arrays([column[:2]] * 2, ["text", "text"]), path)
-    check_refusal("two columns", "a.parquet: has 2 columns? text; expected it", list, read_rows(path, ["text"]))
+    check_refusal("two columns", "a.parquet: has 2 columns? text; expected it", list,
+                  read_rows(path, ["text"]))
 
 
 def cut(paths, batch, place, sizes):
@@ -136,7 +149,8 @@ def cut(paths, batch, place, sizes):
 
     with (mock.patch("dev.data.fineweb.BATCH", batch),
           mock.patch("dev.data.fineweb.encode", byte_encoding().encode_ordinary, create=True)):
-        return [(tokens.tolist(), place) for tokens, place in fineweb.cut_shards(batches(), iter(sizes), place)]
+        return [(tokens.tolist(), place)
+                for tokens, place in fineweb.cut_shards(batches(), iter(sizes), place)]
 
 
 def test_panics():
@@ -149,7 +163,8 @@ def test_panics():
     PanicException = type("PanicException", (BaseException,), {})
     with mock.patch("dev.data.fineweb.encode", encode, create=True):
         check("tokens", fineweb.tokenize(["a", None, ""])[0] == [2, 0, 2])
-        check_refusal("a panic", r"a.jsonl: row 13: tiktoken failed \(StackOverflow\)", fineweb.tokenize,
+        check_refusal("a panic", r"a.jsonl: row 13: tiktoken failed \(StackOverflow\)",
+                      fineweb.tokenize,
                       ["a", None, "bad"], "a.jsonl", 10)
 
 
@@ -167,7 +182,8 @@ def test_borders(folder):
         wish = [stream[begin:end] for begin, end in itertools.pairwise(ends)] if stream else []
         sizes = [val, *[size] * (len(stream) + 1)]
         found = cut(paths, seed * 5, fineweb.Place(), sizes)
-        ok = [tokens for tokens, _ in found] == wish and [place for _, place in found][-1:] == [None] * bool(wish)
+        ok = ([tokens for tokens, _ in found] == wish and
+              [place for _, place in found][-1:] == [None] * bool(wish))
         for n, (_, place) in enumerate(found[:-1], 1):
             ok = ok and cut(paths, seed * 3, place, sizes[n:]) == found[n:]
         if seed % 12 == 0 or not ok:
@@ -192,32 +208,37 @@ FLAGS = "--input", "texts", "--name", "own", "-s", 1000, "--val-tokens", 333
 
 @fast
 def test_local_shards(folder):
-    """The shards of local files are the same with any number of workers and any size of their batches."""
+    """The shards of local files are the same with any number of workers and any size of their
+    batches."""
     stream = input_folder(folder)
     wish, total = shards_of(stream, "own", 333, 1000), len(stream)
     for workers, batch in ((1, 200), (3, 50), (2, 2**20)):
         out, name = folder / f"out_{workers}", f"fineweb.py, {workers} workers"
-        result = command("fineweb", folder, *FLAGS, "--output", out, "--workers", workers, batch=batch)
+        result = command("fineweb", folder, *FLAGS, "--output", out, "--workers", workers,
+                         batch=batch)
         check_command(name, "own_train_000001.bin: 1,000 tokens, .* input file 1 of 4", result)
         check(f"{name}: {len(wish)} shards", contents(out) == wish)
     os.chdir(folder)
     said = in_process(fineweb, *FLAGS, "--output", out, "--workers", 7)
-    check("fineweb.py, finished", f"finished before, with {total:,} tokens in {len(wish)} shards" in said, said)
+    check("fineweb.py, finished",
+          f"finished before, with {total:,} tokens in {len(wish)} shards" in said, said)
     (out / list(wish)[-1]).write_bytes(wish["own_train_000001.bin"])
-    check_refusal("fineweb.py", f"own_train_00000[0-9].bin: 1,000 tokens; expected {(total - 333) % 1000}: delete",
-                  in_process, fineweb, *FLAGS, "--output", out)
+    check_refusal("fineweb.py", "own_train_00000[0-9].bin: 1,000 tokens; expected "
+                  f"{(total - 333) % 1000}: delete", in_process, fineweb, *FLAGS, "--output", out)
     result = command("fineweb", folder, "--input", "texts", "-s", total - 1)
     check_command("fineweb.py, default name", f"data/texts: {total:,} tokens in 2 shards", result)
     check("fineweb.py, a last shard of one token", contents(folder / "data" / "texts") == shards_of(
         stream, "texts", total - 1, total))
     result = command("fineweb", folder, "--input", "texts", "--name", "all", "--val-tokens", total)
-    check_command("fineweb.py, all for validation", f"the texts have {total:,} tokens, and all of them would be for "
-                  "validation; .*--val-tokens", result, 1)
-    check("fineweb.py, no shard when all would be for validation", contents(folder / "data" / "all") == {})
+    check_command("fineweb.py, all for validation", f"the texts have {total:,} tokens, and all of "
+                  "them would be for validation; .*--val-tokens", result, 1)
+    check("fineweb.py, no shard when all would be for validation",
+          contents(folder / "data" / "all") == {})
 
 
 def test_few_texts(folder):
-    """If all texts fit into one shard, a tenth of their tokens is for validation, unless --val-tokens was given."""
+    """If all texts fit into one shard, a tenth of their tokens is for validation, unless
+    --val-tokens was given."""
     for name, count in (("small.jsonl", 40), ("small.parquet", 40), ("twenty.jsonl", 2)):
         texts = ["word"] * 4 if count == 2 else some_texts(count, 3)
         write_texts(folder / name, texts, 3)
@@ -225,41 +246,48 @@ def test_few_texts(folder):
         total, stem = len(stream), name.split(".")[0]
         wish = shards_of(stream, stem, total // 10, total)
         result = command("fineweb", folder, "--input", name, "--output", out)
-        check_command(name, f"{stem}_val_000000.bin: {total // 10:,} .*\n.*{stem}_train_000001.bin: "
-                      f"{total - total // 10:,} tokens,.*\n.*: {total:,} tokens in 2 shards", result)
+        check_command(name, f"{stem}_val_000000.bin: {total // 10:,} "
+                      f".*\n.*{stem}_train_000001.bin: {total - total // 10:,} tokens,.*\n.*: "
+                      f"{total:,} tokens in 2 shards", result)
         check(f"{name}: its shards", contents(out) == wish, total)
         again = command("fineweb", folder, "--input", name, "--output", out)
-        check_command(f"{name}, again", f"finished before, with {total:,} tokens in 2 shards", again)
+        check_command(f"{name}, again", f"finished before, with {total:,} tokens in 2 shards",
+                      again)
         for die_at in (1, 1.5, 2, 2.5, 3, 3.5) if name == "small.jsonl" else ():
             out = folder / f"killed at {die_at}"
             code, *_ = command("fineweb", folder, "--input", name, "--output", out, die_at=die_at)
             check_command(f"{name}, killed at {die_at}", "in 2 shards", command(
                 "fineweb", folder, "--input", name, "--output", out))
-            check(f"{name}, killed at {die_at}: its shards", code == -signal.SIGKILL and contents(out) == wish)
+            check(f"{name}, killed at {die_at}: its shards",
+                  code == -signal.SIGKILL and contents(out) == wish)
     for size in (total, total + 1):  # which is the size of a shard of validation, too
-        check_command(f"-s {size}", f"{total} tokens in 2", command("fineweb", folder, "--input", name, "-s", size,
+        check_command(f"-s {size}", f"{total} tokens in 2",
+                      command("fineweb", folder, "--input", name, "-s", size,
                                                                      "--output", f"out {size}"))
         check(f"-s {size}: its shards", contents(folder / f"out {size}") == wish)
     check_command("--val-tokens", "all of them would be for validation", command(
         "fineweb", folder, "--input", name, "--output", "given", "--val-tokens", total), 1)
     write_texts(folder / "few.jsonl", ["word"] * 3)
-    check_command("too few", "the texts have 15 tokens, and need at least 20 for training and validation",
-                  command("fineweb", folder, "--input", "few.jsonl"), 1)
+    check_command("too few", "the texts have 15 tokens, and need at least 20 for training and "
+                  "validation", command("fineweb", folder, "--input", "few.jsonl"), 1)
     check("too few: no file", not (folder / "data").exists())
 
 
 def test_kills(folder):
-    """However often the program is killed, its workers end too, and in the end the shards have the same bytes."""
+    """However often the program is killed, its workers end too, and in the end the shards have the
+    same bytes."""
     wish, flags = shards_of(input_folder(folder), "own", 333, 1000), (*FLAGS, "--workers", 2)
     out = folder / "one_by_one"
-    for die_at in np.arange(0.5, 5, 0.5):  # its first file is that of the progress, then a shard and that take turns
+    # Its first file is that of the progress, then a shard and that take turns.
+    for die_at in np.arange(0.5, 5, 0.5):
         code, _, err = command("fineweb", folder, *flags, "--output", out, die_at=die_at)
         named = {name: content for name, content in contents(out).items() if name.endswith(".bin")}
         ok = code == -signal.SIGKILL and named.items() <= wish.items()
         check(f"killed at file {die_at}", ok, "" if ok else f"{code} {err} {sorted(named)}")
     code, _, err = command("fineweb", folder, *flags, "--output", out)
     ok = code == 0 and contents(out) == wish
-    check("killed before and after each file has its name", ok, "" if ok else f"{err} {sorted(contents(out))}")
+    check("killed before and after each file has its name", ok,
+          "" if ok else f"{err} {sorted(contents(out))}")
     process = start("fineweb", folder, *flags, "--output", folder / "again", pause=0.2)
     process.stdout.readline()
     os.killpg(process.pid, signal.SIGINT)  # its workers get it, too, as from a terminal
@@ -281,25 +309,31 @@ def test_refusals(folder):
     for wish, *flags in (
             ("--nonsense; --help", "--nonsense"), ("--type: .*classic", "-t", "best"),
             ("--version: .*10B", "-v", "1B"), ("--shard-tokens: 0: expected at least 1", "-s", 0),
-            ("--workers: 0: expected", "--workers", 0), ("--val-tokens: 0: expected", "--val-tokens", 0),
+            ("--workers: 0: expected", "--workers", 0),
+            ("--val-tokens: 0: expected", "--val-tokens", 0),
             ("--input takes local files, and -t or -v", "--input", "texts", "-t", "edu"),
             ("--input takes local files, and -t or -v", "--input", "texts", "-v", "10B"),
-            ("--name a/b: expected letters", "--name", "a/b"), ("none: no such file or folder", "--input", "none"),
+            ("--name a/b: expected letters", "--name", "a/b"),
+            ("none: no such file or folder", "--input", "none"),
             ("begun with --shard-tokens 1000, and now it is 999; give the same", *own, "-s", 999),
             ("begun with --val-tokens 333, and now it is 334", *own, "--val-tokens", 334),
             ("begun with --column text, and now it is id", *own, "--column", "id"),
-            (r"begun with other input files: \['a.parquet', \d+\] .*, where there is now \['b.jsonl'", *own, "--input",
+            (r"begun with other input files: \['a.parquet', \d+\] .*, where there is now "
+             r"\['b.jsonl'", *own, "--input",
              "texts/b.jsonl"),
             ("a.parquet: has no column body", "--input", "texts", "--column", "body"),
-            ("b.jsonl: id of row 1 is of type int; expected a text", "--input", "texts/b.jsonl", "--column", "id"),
+            ("b.jsonl: id of row 1 is of type int; expected a text", "--input", "texts/b.jsonl",
+             "--column", "id"),
             ("the input has no text", "--input", "texts/c.parquet")):
         check_refusal("fineweb.py", wish, in_process, fineweb, *flags)
     with mock.patch("dev.data.fineweb.ProcessPoolExecutor",
                     **{"return_value.submit.side_effect": BrokenProcessPool("ended")}):
-        check_refusal("fineweb.py", "a worker died, .*: give fewer --workers", in_process, fineweb, "--input", "texts",
+        check_refusal("fineweb.py", "a worker died, .*: give fewer --workers", in_process, fineweb,
+                      "--input", "texts",
                       "--name", "fewer")
     with fineweb.locked(folder / "out"):
-        check_refusal("fineweb.py", "out: another program writes shards there", in_process, fineweb, *own)
+        check_refusal("fineweb.py", "out: another program writes shards there", in_process, fineweb,
+                      *own)
     shard = folder / "out" / "own_val_000000.bin"
     whole = shard.read_bytes()
     header = np.frombuffer(whole[:1024], "<i4").copy()
@@ -315,16 +349,21 @@ def test_refusals(folder):
     shard.write_bytes(whole)
     with open(folder / "texts" / "d.parquet", "ab") as file:
         file.write(b"x")
-    check_refusal("fineweb.py", r"begun with other input files: \['d.parquet', \d+\]", in_process, fineweb, *own)
-    for content in (b"{", b"[]", b"{}", b'{"place": [0, 0, 0, 0], "shards": 1, "done": false, "tokens": 1}', b"\xff",
+    check_refusal("fineweb.py", r"begun with other input files: \['d.parquet', \d+\]", in_process,
+                  fineweb, *own)
+    for content in (b"{", b"[]", b"{}",
+                    b'{"place": [0, 0, 0, 0], "shards": 1, "done": false, "tokens": 1}', b"\xff",
                     b"{\"place\": [0, 0, 0]}"):
         progress.write_bytes(content)
-        check_refusal("fineweb.py", "own_progress.json: is damaged; delete it and the", in_process, fineweb, *own)
+        check_refusal("fineweb.py", "own_progress.json: is damaged; delete it and the", in_process,
+                      fineweb, *own)
     progress.unlink()
-    check_refusal("fineweb.py", "own_.*.bin: is there already, without own_progress.json", in_process, fineweb, *own)
+    check_refusal("fineweb.py", "own_.*.bin: is there already, without own_progress.json",
+                  in_process, fineweb, *own)
     Path("file").write_text("")
     code, _, err = command("fineweb", folder, *FLAGS, "--output", "file")
-    check("fineweb.py, --output is a file", code == 1 and re.fullmatch("error: .*file.*\n", err), err)
+    check("fineweb.py, --output is a file", code == 1 and re.fullmatch("error: .*file.*\n", err),
+          err)
 
 
 def test_vocabulary(folder):
@@ -335,7 +374,9 @@ def test_vocabulary(folder):
         pytest.skip(f"GPT-2's words: {e}")
     texts = [text for text in some_texts(50, 1) if text is not None]
     write_texts(folder / "a.jsonl", texts)
-    stream = [token for text in texts for token in (EOT, *encoding.encode(text, disallowed_special=()))]
-    subprocess.run([sys.executable, "-m", "dev.data.fineweb", "--input", "a.jsonl", "--output", "out", "-s", "200"],
-                   cwd=folder, check=True, capture_output=True)
-    check("fineweb.py with GPT-2's words", contents(folder / "out") == shards_of(stream, "a", 200, 200))
+    stream = [token for text in texts for token in (EOT,
+                                                    *encoding.encode(text, disallowed_special=()))]
+    subprocess.run([sys.executable, "-m", "dev.data.fineweb", "--input", "a.jsonl", "--output",
+                    "out", "-s", "200"], cwd=folder, check=True, capture_output=True)
+    check("fineweb.py with GPT-2's words",
+          contents(folder / "out") == shards_of(stream, "a", 200, 200))

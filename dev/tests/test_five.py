@@ -1,6 +1,7 @@
-"""Test attention's gradient with five products, dev/features/hopper/attention_five.cu, for heads of 128 channels.
+"""Test attention's gradient with five products, dev/features/hopper/attention_five.cu, for heads of
+128 channels.
 
-    pytest dev/tests/test_five.py -m longest    # on the CPU: with each of some faults the checks have to fail
+    pytest dev/tests/test_five.py -m longest  # on the CPU: each of some faults has to be found
 
 On a Hopper GPU: also the same bits in ten runs.
 """
@@ -38,17 +39,21 @@ CXXFLAGS = AS_HOPPER = "-O1 -DHOPPER"
 RACES = "-O1 -DHOPPER -fsanitize=thread"
 A_SIZE = "B=3,T=200,NH=2,NKV=2"  # with 6 heads, of which 4 are done at once
 # Only the race finder sees these
-A_RACE, NO_FENCE = "a part is stored before it was read", "a part is added before the copy engine can see it"
+A_RACE, NO_FENCE = ("a part is stored before it was read",
+                    "a part is added before the copy engine can see it")
 PLANTED = (  # (what is wrong, a place in attention_five.cu, the same with a fault)
     ("nothing", "", ""),
     ("heads of a section", "min(AT_ONCE, heads - section)", "AT_ONCE"),
-    ("no part is added", "turn > 0);\n                stores_read", "false);\n                stores_read"),
-    ("the first part is added", "turn > 0);\n                stores_read", "true);\n                stores_read"),
+    ("no part is added", "turn > 0);\n                stores_read",
+     "false);\n                stores_read"),
+    ("the first part is added", "turn > 0);\n                stores_read",
+     "true);\n                stores_read"),
     ("a turn is not waited for", "while (*added < turn) {}", ""),
     ("turns are not cleared", "turns[1 + blockIdx.x] = 0;", ""),
     ("one warpgroup's half of dq", "half = (own.slab_first - own.first) / 64;", "half = 0;"),
     ("dscores of a tile, not of the one before", "(n + 1) % 2 * DSCORES", "n % 2 * DSCORES"),
-    ("the mask of one slab", "if (query >= own.slab_first + SLAB) return;", "if (query >= own.slab_first) return;"),
+    ("the mask of one slab", "if (query >= own.slab_first + SLAB) return;",
+     "if (query >= own.slab_first) return;"),
     ("delta of the row before", "delta[row] = t < T ? sum", "delta[row] = t < T - 1 ? sum"),
     ("dk without its factor", "dk[e] *= scale", "dk[e] *= 1.0f"),
     ("dq without its factor", "x.x[0][n][1] = scale * four.y;", "x.x[0][n][1] = four.y;"),
@@ -65,7 +70,8 @@ def runs_on(device_name):
 
 
 def test_results(device_name):
-    """dqkv and its sums, at odd sizes, with heads that share keys, with ReLU and with huge scores."""
+    """dqkv and its sums, at odd sizes, with heads that share keys, with ReLU and with huge
+    scores."""
     for text in time_five.CHECKS:
         check(f"five products {text}", *checked(device_name, text))
     for text in ("B=2,T=300,NH=3,NKV=3", "B=3,T=260,NH=4,NKV=2"):  # with several sections of heads
@@ -75,7 +81,8 @@ def test_results(device_name):
 def checked(device_name, text, *defined):
     """(whether five products are right at a size, what is said)."""
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        wrong = time_five.check(time_five.make_for(device_name, text, *defined), text, time_five.VERSIONS[:1])
+        wrong = time_five.check(time_five.make_for(device_name, text, *defined), text,
+                                time_five.VERSIONS[:1])
     return not wrong, said.getvalue().strip().rpartition("products: ")[2]
 
 
@@ -89,10 +96,12 @@ def test_bits(device_name):
 
 
 def test_model(device_name):
-    """A model with this feature has the gradient that the plain one has, for batches of two shapes."""
+    """A model with this feature has the gradient that the plain one has, for batches of two
+    shapes."""
     device, found = time_five.make(device_name), []
     for kind in (GPT2, type("Five", (FiveProducts, GPT2), {})):
-        of_model = kind(time_five.Config128(maxT=300, V=50, Vp=64, L=1, NH=2, C=256), device, 2, 300)
+        of_model = kind(time_five.Config128(maxT=300, V=50, Vp=64, L=1, NH=2, C=256), device, 2,
+                        300)
         launched, results, draw = [], [], np.random.default_rng(1)
         with noted(device, launched):
             for B, T in ((2, 300), (1, 140)):
@@ -111,7 +120,8 @@ def test_model(device_name):
     seven_of, five_of = "attention_backward_q", "attention_backward_five"
     check("the plain one takes seven products", seven_of in by_plain and five_of not in by_plain)
     check("with the feature it takes five", five_of in by_five and seven_of not in by_five)
-    for name, one, other in zip(("dqkv", "sums", "dqkv, another shape", "sums, another shape"), five, plain):
+    for name, one, other in zip(("dqkv", "sums", "dqkv, another shape",
+                                 "sums, another shape"), five, plain):
         yield name, one, other, BF16_LIMIT
 
 
@@ -127,10 +137,12 @@ def noted(device, launched):
 
 
 def test_in_fp8(device_name):
-    """In FP8, where dqkv goes straight to 8 bits, steps have the losses and the gradient that seven products give."""
+    """In FP8, where dqkv goes straight to 8 bits, steps have the losses and the gradient that seven
+    products give."""
     found = []
     for kind in (GPT2, type("GPT2", (FiveProducts, GPT2), {})):
-        device = fp8_device(device_name, time_five.Config128(C=256, NH=2), graph=False, beside=attention_five.SOURCES)
+        device = fp8_device(device_name, time_five.Config128(C=256, NH=2), graph=False,
+                            beside=attention_five.SOURCES)
         device.architecture, SMALL_MODEL[kind] = kind, SMALL_MODEL[GPT2]
         model, launched = poisoned_model(device, 1, 70, fp8="all", L=1, C=256, NH=2), []
         batch = pack_batch(*np.random.default_rng(5).integers(257, size=(2, 1, 70), dtype=np.int32))
@@ -140,20 +152,23 @@ def test_in_fp8(device_name):
                 model.train_step(batch, learning_rate=1e-3)
                 losses.append(model.verdict().loss)
         casts = sum(name == "to_fp8" for name in launched)
-        found.append(SimpleNamespace(losses=np.array(losses), casts=casts, dqkvw=device.get(model.grads.qkvw),
-                                     by_five="attention_backward_five" in launched))
+        found.append(SimpleNamespace(losses=np.array(losses), casts=casts, dqkvw=device.get(
+            model.grads.qkvw), by_five="attention_backward_five" in launched))
     seven, five = found
     check("FP8 with five products", five.by_five and not seven.by_five)
-    check("FP8: no more casts than with seven", five.casts == seven.casts, f"{five.casts} {seven.casts}")
+    check("FP8: no more casts than with seven", five.casts == seven.casts,
+          f"{five.casts} {seven.casts}")
     yield "FP8: losses", five.losses, seven.losses, 1e-3
     yield "FP8: dqkvw", five.dqkvw, to_float(seven.dqkvw), 0.1
 
 
 def test_others(device_name):
-    """Heads of other sizes, other dtypes and GPUs other than Hopper are not affected; a GPU asks for the feature. What
-    the kernels write is found by FP8, which knows gradients by the kernels' names."""
+    """Heads of other sizes, other dtypes and GPUs other than Hopper are not affected; a GPU asks
+    for the feature. What the kernels write is found by FP8, which knows gradients by the kernels'
+    names."""
     outputs = re.findall(r"(\w+)\(\s*Output\b dqkv", attention_five.SOURCE.read_text("utf-8"))
-    check("names of kernels that write gradients", len(outputs) == 2 and all("backward" in name for name in outputs))
+    check("names of kernels that write gradients",
+          len(outputs) == 2 and all("backward" in name for name in outputs))
     for hopper, C in ((True, 128), (False, 256)):
         base = type("Base", (), dict(tables=classmethod(lambda cls, *sizes: {})))
         kind = type("Five", (FiveProducts, base), {})
@@ -161,7 +176,8 @@ def test_others(device_name):
         yield f"no arena, {hopper=} {C=}", np.array(len(tables)), 0, EXACT
     run = Training(SimpleNamespace())
     run.layers, run.Device = [attention_five.FEATURE], lambda dtype, c, beside: beside
-    for gpu, dtype, C, wish in ((90, "bf16", 256, 2), (90, "fp8", 256, 2), (90, "bf16", 128, 0), (90, "tf32", 256, 0),
+    for gpu, dtype, C, wish in ((90, "bf16", 256, 2), (90, "fp8", 256, 2), (90, "bf16", 128, 0),
+                                (90, "tf32", 256, 0),
                                 (80, "bf16", 256, 0), (100, "bf16", 256, 0)):
         run.config, run.flags = SimpleNamespace(C=C, NH=2), SimpleNamespace(dtype=dtype)
         with mock.patch.object(gpus, "capability", return_value=gpu):
@@ -179,7 +195,8 @@ def test_planted(i):
     program = f"import sys; from dev.tests.test_five import plant; sys.exit(plant({i}))"
     try:
         done = subprocess.run([sys.executable, "-c", program], timeout=SECONDS)
-        said = {0: "passes", NOTICED: "fails"}.get(done.returncode, f"error: status {done.returncode}")
+        said = {0: "passes", NOTICED: "fails"}.get(done.returncode,
+                                                   f"error: status {done.returncode}")
     except subprocess.TimeoutExpired:
         said = "hangs"
     check(PLANTED[i][0], said in (("passes",) if i == 0 else ("fails", "hangs")), said)
@@ -190,7 +207,8 @@ def plant(i):
     what, right, wrong = PLANTED[i]
     text = attention_five.SOURCE.read_text("utf-8")
     assert not right or text.count(right) == 1, f"{right!r} is there {text.count(right)} times"
-    sizes, flags = ([A_SIZE], RACES) if what in (A_RACE, NO_FENCE) else ([A_SIZE, *time_five.CHECKS], AS_HOPPER)
+    sizes, flags = (([A_SIZE], RACES)
+                    if what in (A_RACE, NO_FENCE) else ([A_SIZE, *time_five.CHECKS], AS_HOPPER))
     with (tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, CXXFLAGS=flags),
           mock.patch.object(time_five, "SOURCES", (
               attention_five.SOURCES[0], Path(folder) / "attention_five.cu"))):

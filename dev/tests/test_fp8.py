@@ -1,6 +1,7 @@
 """Test FP8, --dtype fp8, against the 8-bit formats of ml_dtypes (pip install ml_dtypes).
 
-Resuming in FP8 is tested in dev/tests/test_resume.py, and FP8 on several ranks in dev/tests/test_ranks.py.
+Resuming in FP8 is tested in dev/tests/test_resume.py, and FP8 on several ranks in
+dev/tests/test_ranks.py.
 """
 import contextlib
 import io
@@ -19,8 +20,9 @@ from dev.features.fp8.fp8 import fp8_device
 from dev.features.seams import GPT2
 from dev.llama3.train_llama3 import Llama3
 from dev.tests.checks import EXACT, check, check_refusal
-from dev.tests.models import (FIXTURES, RECOMPUTE, RECOMPUTE_LLAMA, SMALL_MODEL, device_of, gradients, in_each_order,
-                              model_class, on_device, poisoned_model, read_debug_state)
+from dev.tests.models import (FIXTURES, RECOMPUTE, RECOMPUTE_LLAMA, SMALL_MODEL, device_of,
+                              gradients, in_each_order, model_class, on_device, poisoned_model,
+                              read_debug_state)
 from train_gpt2 import BF16, pack_batch, to_float
 
 
@@ -28,20 +30,21 @@ ml_dtypes = pytest.importorskip("ml_dtypes")
 
 
 def cut_off(x, scale=1):
-    """fp32 x times the scale, rounded to 8 bits: to the nearest number, at most the largest. NaN and infinity are the
-    byte 0x7f, NaN."""
+    """fp32 x times the scale, rounded to 8 bits: to the nearest number, at most the largest. NaN
+    and infinity are the byte 0x7f, NaN."""
     bytes_ = np.clip(scale * x, -448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
     return np.where(np.isfinite(x), bytes_, 0x7F).astype(np.uint8)
 
 
 def in_8_bits(values, scale):
     """The numbers that a twin (an 8-bit copy) of these values holds, in float64."""
-    return cut_off(values, np.float32(scale)).view(ml_dtypes.float8_e4m3fn).astype(np.float64) / float(scale)
+    return (cut_off(values, np.float32(scale)).view(ml_dtypes.float8_e4m3fn).astype(np.float64) /
+            float(scale))
 
 
 def test_numbers(device_name):
-    """Every bf16 becomes the 8-bit number that ml_dtypes rounds it to, at several scales, and the largest magnitude is
-    found, NaNs aside."""
+    """Every bf16 becomes the 8-bit number that ml_dtypes rounds it to, at several scales, and the
+    largest magnitude is found, NaNs aside."""
     device = device_of(device_name, "fp8", 64, 2, plain=False)
     every = np.arange(2**16).astype(np.uint16)
     every_byte = np.arange(256).astype(np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
@@ -49,7 +52,8 @@ def test_numbers(device_name):
     yield "values below 0", fp8.Fp8OnCpu.VALUES[128:255], every_byte[128:255], EXACT
     for scale, count in itertools.product((1.0, 0.37, 300.0, 1e-6, 1e30), (2**16, 8, 1000)):
         some = every if count == 2**16 else np.random.default_rng(count).choice(every, count)
-        inp, out8 = on_device(device, some.view(BF16)), on_device(device, np.zeros(count + 64, np.uint8))
+        inp, out8 = (on_device(device, some.view(BF16)),
+                     on_device(device, np.zeros(count + 64, np.uint8)))
         scale8 = on_device(device, np.float32([1 / scale, scale, 0, 0]))
 
         def work(*args):
@@ -62,7 +66,8 @@ def test_numbers(device_name):
         for order, (found, largest) in in_each_order(device, work, inp, count, out8, scale8):
             differ = np.flatnonzero(found != wish)
             check(f"to_fp8 {scale} {count} {order}", not differ.size,
-                  f"{differ.size} differ, the first of {x[differ[0]]}: {found[differ[0]]}" if differ.size else "")
+                  f"{differ.size} differ, the first of {x[differ[0]]}: {found[differ[0]]}"
+                  if differ.size else "")
             check(f"largest of {count} {order}", largest[0] == np.nanmax(abs(x)), largest[0])
     some = np.float32([3, -7, 2, 1, 0, 0, 0, 0])
     device.put(scale8, [1, 1, 9, 0])
@@ -71,22 +76,26 @@ def test_numbers(device_name):
 
 
 def test_weights(device_name):
-    """The twins of weights, plain and transposed; each layer has its own scale. The plain one can be left out."""
+    """The twins of weights, plain and transposed; each layer has its own scale. The plain one can
+    be left out."""
     device = device_of(device_name, "fp8", 64, 2, plain=False)
     for L, R, C in ((1, 16, 16), (3, 48, 80), (2, 128, 64), (2, 272, 144)):
         rng = np.random.default_rng(R)
         w = np.float32(rng.normal(0, 1, (L, R, C)) * np.logspace(0, 2, L)[:, None, None])
-        w[-1, R // 2, C // 2 : C // 2 + 3] = np.inf, -np.inf, 3e38  # the last of these is only large
+        # The last of these is only large.
+        w[-1, R // 2, C // 2 : C // 2 + 3] = np.inf, -np.inf, 3e38
         w = to_bf16(w)
         scale, nothing = np.float32(rng.uniform(1, 50, L)), np.zeros(w.size, np.uint8)
         scales = np.stack([1 / scale, scale, 0 * scale, 0 * scale], axis=1)
-        arrays = [on_device(device, x) for x in (nothing.reshape(L, C, R), nothing.reshape(L, R, C), w, scales)]
+        arrays = [on_device(device, x) for x in (nothing.reshape(L, C, R), nothing.reshape(L, R, C),
+                                                 w, scales)]
 
         def work(across, out, w, scales, R, C, fresh, plain):
             for array in (out, across):
                 device.zero(array)
             device.put(scales, fresh)
-            device.launch("weights_to_fp8", len(w) * fp8.tiles(R, C), across, out if plain else None, w, scales, R, C)
+            device.launch("weights_to_fp8", len(w) * fp8.tiles(R, C), across,
+                          out if plain else None, w, scales, R, C)
             return device.get(out), device.get(across), device.get(scales)[:, 2]
 
         wish = cut_off(to_float(w), scale[:, None, None])
@@ -99,24 +108,28 @@ def test_weights(device_name):
 
 
 def test_next_scales(device_name):
-    """A scale brings the largest magnitude to 224. Zeros, infinity and NaN leave the scale as it was, and nothing
-    overflows. `forget` only clears the largest magnitudes."""
+    """A scale brings the largest magnitude to 224. Zeros, infinity and NaN leave the scale as it
+    was, and nothing overflows. `forget` only clears the largest magnitudes."""
     device = device_of(device_name, "fp8", 64, 2, plain=False)
     largest = np.float32([2, 0, np.inf, np.nan, 2e-38, 3e38, 448, 0.5])
-    before = np.stack([np.full(8, 0.2), np.full(8, 5), largest, np.zeros(8)], axis=1).astype(np.float32)
+    before = np.stack([np.full(8, 0.2), np.full(8, 5), largest,
+                       np.zeros(8)], axis=1).astype(np.float32)
     for forget, stopped in ((0, 0), (1, 0), (0, 1)):
-        scales, verdict = on_device(device, before), on_device(device, np.float32([0, 0, 1, stopped]))
+        scales, verdict = (on_device(device, before),
+                           on_device(device, np.float32([0, 0, 1, stopped])))
         device.launch("next_scales", 8, scales, 8, forget, verdict)
         found = device.get(scales)
         wish = np.float32([112, 5, 5, 5, 1e30, np.float32(224) / np.float32(3e38), 0.5, 448])
         case = f"{forget=} {stopped=}"
         yield f"{case} scales", found[:, 1], before[:, 1] if forget or stopped else wish, EXACT
-        yield f"{case} inverses", found[:, 0], np.where(found[:, 1] == 5, np.float32(0.2), 1 / found[:, 1]), EXACT
+        yield (f"{case} inverses", found[:, 0],
+               np.where(found[:, 1] == 5, np.float32(0.2), 1 / found[:, 1]), EXACT)
         check(f"{case}: the largest begin anew", not found[:, 2].any())
 
 
 def test_transposed(device_name):
-    """The twin of a transposed tensor; the columns that fill its rows up to a multiple of 16 are zeros."""
+    """The twin of a transposed tensor; the columns that fill its rows up to a multiple of 16 are
+    zeros."""
     device = device_of(device_name, "fp8", 64, 2, plain=False)
     for R, C in ((1, 16), (16, 128), (130, 48), (128, 128), (261, 400)):
         stride = -(-R // 16) * 16
@@ -129,12 +142,14 @@ def test_transposed(device_name):
 
         wish = np.full((C + 1, stride), 77)
         wish[:C] = np.pad(twin, ((0, stride - R), (0, 0))).T
-        for order, across in in_each_order(device, work, found, on_device(device, twin), R, C, stride):
+        for order, across in in_each_order(device, work, found, on_device(device,
+                                                                          twin), R, C, stride):
             yield f"{R, C} {order}", across, wish, EXACT
 
 
 def test_both_twins(device_name):
-    """GELU's output and its gradient as twins, plain and transposed; the largest magnitude; sums of the gradient."""
+    """GELU's output and its gradient as twins, plain and transposed; the largest magnitude; sums of
+    the gradient."""
     device = device_of(device_name, "fp8", 64, 2, plain=False)
     for R, C in ((1, 16), (130, 144), (261, 64)):
         rng, stride, scale = np.random.default_rng(R), -(-R // 16) * 16, np.float32(23)
@@ -157,7 +172,8 @@ def test_both_twins(device_name):
 
         for name, wish, some in (("gelu_to_fp8", gelu, (*arrays[:3], arrays[5])),
                                  ("gelu_backward_to_fp8", d * derivative, arrays)):
-            for order, (twin, across, scale8, sums) in in_each_order(device, work, name, *some, R, C, stride):
+            for order, (twin, across, scale8, sums) in in_each_order(device, work, name, *some, R,
+                                                                     C, stride):
                 case = f"{name} {R, C} {order}"
                 values = twin.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
                 error = abs(values - scale * wish) / np.maximum(abs(scale * wish), 2.0**-6)
@@ -170,11 +186,13 @@ def test_both_twins(device_name):
 
 
 def test_infinities(device_name):
-    """An infinity that only a twin carries stops the step: in what a norm or GELU writes, and in a weight."""
+    """An infinity that only a twin carries stops the step: in what a norm or GELU writes, and in a
+    weight."""
     place = fp8_device(device_name, Config(C=64, NH=2))
     place.architecture = GPT2
     for level, name, value in (("all", None, 0), ("all", "ln1b", np.inf), ("all", "ln2b", -np.inf),
-                               ("all", "qkvw", np.inf), ("all", "fcprojw", -np.inf), ("layers", "fcw", np.inf)):
+                               ("all", "qkvw", np.inf), ("all", "fcprojw", -np.inf),
+                               ("layers", "fcw", np.inf)):
         model = poisoned_model(place, 2, 23, fp8=level, C=64, NH=2)
         steps_of(model, 1)
         if name:
@@ -186,13 +204,16 @@ def test_infinities(device_name):
         steps_of(model, 1)
         verdict = model.verdict()
         finite = bool(np.isfinite([verdict.loss, verdict.norm]).all())
-        check(f"--fp8 {level}: {value} in {name}", (finite, verdict.stopped) == (not name, bool(name)), verdict)
+        check(f"--fp8 {level}: {value} in {name}",
+              (finite, verdict.stopped) == (not name, bool(name)), verdict)
 
 
 def test_classifier(device_name):
-    """Losses, and the twin of dlogits, whose scale is 448 / dloss. Rows are cached in shared memory, or not."""
+    """Losses, and the twin of dlogits, whose scale is 448 / dloss. Rows are cached in shared
+    memory, or not."""
     device, dloss = device_of(device_name, "fp8", 64, 2, plain=False), 1 / 96
-    for N, V, Vp, blocks, cached in ((5, 257, 384, 2, True), (5, 257, 384, 5, False), (3, 1000, 1008, 3, True),
+    for N, V, Vp, blocks, cached in ((5, 257, 384, 2, True), (5, 257, 384, 5, False),
+                                     (3, 1000, 1008, 3, True),
                                      (4, 384, 384, 1, True)):
         rng = np.random.default_rng(N)
         logits = to_bf16(np.float32(rng.normal(0, 4, (N, Vp))))
@@ -200,7 +221,8 @@ def test_classifier(device_name):
         targets = rng.integers(V, size=N, dtype=np.int32)
         targets[0] = V - 1
         arrays = [on_device(device, x) for x in (
-            np.full((N, Vp), 99, np.uint8), np.zeros(4, np.float32), np.zeros(N, np.float32), logits, targets)]
+            np.full((N, Vp), 99, np.uint8), np.zeros(4, np.float32), np.zeros(N, np.float32),
+            logits, targets)]
 
         def work(*args):
             blocks, *args = args
@@ -213,7 +235,8 @@ def test_classifier(device_name):
         losses = -np.log(wish[np.arange(N), targets])
         wish[np.arange(N), targets] -= 1
         room = 2 * Vp if cached else 0
-        for order, (out8, scale, found) in in_each_order(device, work, blocks, *arrays, dloss, N, V, Vp, room):
+        for order, (out8, scale, found) in in_each_order(device, work, blocks, *arrays, dloss, N, V,
+                                                         Vp, room):
             case = f"{N, V, Vp, blocks, cached} {order}"
             yield f"{case} losses", found, losses, 1e-5
             yield f"{case} scale", scale[1:2], [448 / dloss], 1e-6
@@ -221,7 +244,8 @@ def test_classifier(device_name):
             values = out8.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
             check(f"{case} padding", not values[:, V:].any())
             # half a unit of the last bit, dither, and 2^x is rounded
-            error = (abs(values[:, :V] - 448 * wish) - 2.0**-10) / np.maximum(abs(448 * wish), 2.0**-6)
+            error = (abs(values[:, :V] - 448 * wish) - 2.0**-10) / np.maximum(abs(448 * wish),
+                                                                              2.0**-6)
             check(f"{case} dlogits", error.max() < 0.0626, error.max())
 
 
@@ -241,19 +265,24 @@ def test_rare_words(device_name):
         e = np.exp(to_float(logits).astype(np.float64))
         wish = 448 * e / e.sum(1, keepdims=True)
         found, wish = np.delete(found, 7, 1), np.delete(wish, 7, 1)
-        check(f"{low}: all are near 0", wish.max() < 2.0**-8 and set(found.ravel()) <= {0, 2.0**-9, 2.0**-8})
-        often = (found > 0).mean(0) - wish.mean(0) * 2**9  # per word: one of its rows may get what another does not
+        check(f"{low}: all are near 0",
+              wish.max() < 2.0**-8 and set(found.ravel()) <= {0, 2.0**-9, 2.0**-8})
+        # Per word: one of its rows may get what another does not.
+        often = (found > 0).mean(0) - wish.mean(0) * 2**9
         check(f"{low}: no word is always rounded alike", abs(often).max() < 0.3, abs(often).max())
         for name, a, b in (("all", found, wish), ("early rows", found[:48], wish[:48]),
                            ("early words", found[:, :1000], wish[:, :1000])):
-            check(f"{low}: mean of {name}", abs(a.mean() / b.mean() - 1) < 0.1, f"{a.mean()} {b.mean()}")
+            check(f"{low}: mean of {name}", abs(a.mean() / b.mean() - 1) < 0.1,
+                  f"{a.mean()} {b.mean()}")
 
 
 def test_formats(device_name):
-    """Why dlogits is e4m3, and not e5m2: relative errors of dinp and dwte for logits like those of a trained model."""
+    """Why dlogits is e4m3, and not e5m2: relative errors of dinp and dwte for logits like those of
+    a trained model."""
     V, R, C, rng = 50257, 192, 32, np.random.default_rng(0)
     often = -np.log(np.arange(V) + 10.0)  # how often words are
-    words, inputs = (rng.normal(0, 1, (n, C)) + rng.normal(0, 1, C) for n in (V, R))  # each set has a common part
+    # Each set has a common part.
+    words, inputs = (rng.normal(0, 1, (n, C)) + rng.normal(0, 1, C) for n in (V, R))
     x = np.exp(often + rng.normal(0, 3, (R, V)))
     dlogits = x / x.sum(1, keepdims=True)
     target = [rng.choice(V, p=p) for p in dlogits]
@@ -261,16 +290,17 @@ def test_formats(device_name):
     errors = {}
     for kind, scale in ((ml_dtypes.float8_e4m3fn, 448), (ml_dtypes.float8_e5m2, 2**15)):
         twin = np.float32(scale * dlogits).astype(kind).astype(np.float64) / scale
-        errors[kind.__name__] = [np.linalg.norm(found - wish) / np.linalg.norm(wish) for found, wish in (
-            (twin @ words, dlogits @ words), (twin.T @ inputs, dlogits.T @ inputs))]
+        errors[kind.__name__] = [np.linalg.norm(found - wish) / np.linalg.norm(wish)
+                                 for found, wish in ((twin @ words, dlogits @ words),
+                                                     (twin.T @ inputs, dlogits.T @ inputs))]
     e4m3, e5m2 = errors.values()
     check("dinp and dwte", max(e4m3) < 0.04, e4m3)
     check("e5m2 is worse", e4m3[0] < e5m2[0] and e4m3[1] < e5m2[1], f"{e4m3} {e5m2}")
 
 
 def test_head(device_name):
-    """The head's logits are bf16's, and its products in the backward pass are those of its twins; in parts, and with
-    rows that are no multiple of 16."""
+    """The head's logits are bf16's, and its products in the backward pass are those of its twins;
+    in parts, and with rows that are no multiple of 16."""
     place = fp8_device(device_name, Config(C=64, NH=2))
     place.architecture = GPT2
     with mock.patch("train_gpt2.LOGIT_ROWS", 16):
@@ -282,7 +312,8 @@ def test_head(device_name):
         model.set_batch(batch)
         place.begin_step()
         model.forward_pass()
-        lnf, wte = (to_float(place.get(x)).astype(np.float64) for x in (model.acts.lnf, model.params.wte))
+        lnf, wte = (to_float(place.get(x)).astype(np.float64)
+                    for x in (model.acts.lnf, model.params.wte))
         lnf8, wte8 = in_8_bits(lnf, before[n - 1]), in_8_bits(wte, before[3 * n - 1])
         in_bf16 = device_of(device_name, "bf16", 64, 2, plain=False)
         inputs, words, room = (on_device(in_bf16, place.get(x)) for x in (
@@ -290,16 +321,20 @@ def test_head(device_name):
         dlogits8 = []
         for rows in model.parts:
             logits = model.head_forward(rows)
-            yield f"logits {rows.start}", place.get(logits), lnf[rows] @ wte.T, 3e-3  # 8-bit ones would be 3% off
+            # 8-bit ones would be 3% off.
+            yield f"logits {rows.start}", place.get(logits), lnf[rows] @ wte.T, 3e-3
             in_bf16.matmul(room[: len(logits)], inputs[rows], words.T)
-            yield f"logits {rows.start}, bits", place.get(logits), in_bf16.get(room[: len(logits)]), EXACT
+            yield (f"logits {rows.start}, bits", place.get(logits),
+                   in_bf16.get(room[: len(logits)]), EXACT)
             model.loss_forward(rows, logits, with_gradient=True)
-            twin = place.get(model.dlogits8[: len(logits)]).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+            twin = place.get(model.dlogits8[: len(logits)]).view(ml_dtypes.float8_e4m3fn).astype(
+                np.float64)
             dlogits8.append(twin / 448 / 46)
             model.head_backward(rows, logits)
         dlogits8 = np.concatenate(dlogits8)
         yield "dinp", place.get(model.back.dinp), dlogits8 @ wte8, 3e-3
-        yield "dwte", place.get(model.grads.wte), dlogits8.T @ lnf8, 1e-5 if device_name == "cpu" else 2e-3
+        yield ("dwte", place.get(model.grads.wte), dlogits8.T @ lnf8,
+               1e-5 if device_name == "cpu" else 2e-3)
         x = np.exp(lnf @ wte[:257].T)
         wish = x / x.sum(1, keepdims=True)
         wish[np.arange(46), place.get(model.batch.targets).reshape(-1)] -= 1
@@ -315,7 +350,8 @@ def test_head(device_name):
 
 
 def test_layers(device_name):
-    """With --fp8 all, weights have the gradients of their layers' twins: those of layer 0 are still in memory."""
+    """With --fp8 all, weights have the gradients of their layers' twins: those of layer 0 are still
+    in memory."""
     place = fp8_device(device_name, Config(C=64, NH=2))
     place.architecture = GPT2
     model = poisoned_model(place, 2, 23, fp8="all", C=64, NH=2)
@@ -328,7 +364,8 @@ def test_layers(device_name):
 
     def spy(dweight, weight, inp):
         product(dweight, weight, inp)
-        name = next(row.name for row in fp8.fp8_rows(model.config) if weight is getattr(model.layers[l][0], row.name))
+        name = next(row.name for row in fp8.fp8_rows(model.config)
+                    if weight is getattr(model.layers[l][0], row.name))
         twins_ = [place.get(x).view(ml_dtypes.float8_e4m3fn).astype(np.float64)[: len(x), :46]
                   for x in (model.kept.gradient[: len(dweight)], inp)]
         seen[name, l] = twins_[0] @ twins_[1].T, place.get(dweight), (
@@ -352,7 +389,8 @@ def test_layers(device_name):
 
 
 def test_levels(device_name):
-    """The gradients and losses of --fp8 all are close to those of --fp8 layers, from the same weights."""
+    """The gradients and losses of --fp8 all are close to those of --fp8 layers, from the same
+    weights."""
     found, names = [], "qkvw qkvb attprojw attprojb fcw fcb fcprojw fcprojb ln1w ln2b wte".split()
     for level in ("layers", "all"):
         place = fp8_device(device_name, Config(C=64, NH=2), graph=False)
@@ -361,7 +399,8 @@ def test_levels(device_name):
         batch = pack_batch(*np.random.default_rng(5).integers(257, size=(2, 2, 70), dtype=np.int32))
         model.train_step(batch, batch, learning_rate=0)
         model.train_step(batch, batch, learning_rate=0)
-        found.append([model.verdict().loss, *(place.get(getattr(model.grads, name)) for name in names)])
+        found.append([model.verdict().loss,
+                      *(place.get(getattr(model.grads, name)) for name in names)])
     check("loss", abs(found[1][0] / found[0][0] - 1) < 0.01, f"{found[1][0]} {found[0][0]}")
     for name, one, other in zip(names, *(values[1:] for values in found)):
         yield name, other, one, 0.1
@@ -372,33 +411,40 @@ def steps_of(model, count, micros=1):
     """Train `count` steps, each on other words. Returns the losses."""
     rng, losses = np.random.default_rng(3), []
     for _ in range(count):
-        batches = [rng.integers(model.config.V, size=(2, model.B, model.T), dtype=np.int32) for _ in range(micros)]
+        batches = [rng.integers(model.config.V, size=(2, model.B, model.T), dtype=np.int32)
+                   for _ in range(micros)]
         model.train_step(*(pack_batch(*batch) for batch in batches), learning_rate=1e-3)
         losses.append(model.verdict().loss)
     return losses
 
 
 def test_twins(device_name):
-    """A kernel that stores a twin beside its output stores the right one. So if all these twins are forgotten and made
-    again, the products are the same, bit for bit, also in layers that recompute norms and GELUs."""
-    # casts: how many twins in a layer no kernel leaves for the product that reads them. Llama's rope changes dqkv in
-    # place, and when a layer is recomputed, the twins of dx and atty are gone by the time they are needed.
+    """A kernel that stores a twin beside its output stores the right one. So if all these twins are
+    forgotten and made again, the products are the same, bit for bit, also in layers that recompute
+    norms and GELUs."""
+    # casts: how many twins in a layer no kernel leaves for the product that reads them. Llama's
+    # rope changes dqkv in place, and when a layer is recomputed, the twins of dx and atty are gone
+    # by the time they are needed.
     for architecture, recompute, level, casts in (
-            (GPT2, 0, "layers", 0), (GPT2, 1, "layers", 0), (GPT2, 2, "head", 2), (Llama3, 0, "head", 1),
+            (GPT2, 0, "layers", 0), (GPT2, 1, "layers", 0), (GPT2, 2, "head", 2),
+            (Llama3, 0, "head", 1),
             (Llama3, 2, "layers", 3)):
         results = []
         for told in (True, False):
             beside = [RECOMPUTE] if architecture is GPT2 else [RECOMPUTE, RECOMPUTE_LLAMA]
-            place = fp8_device(device_name, architecture.Config(**SMALL_MODEL[architecture] | dict(C=64, NH=2)),
+            place = fp8_device(device_name,
+                               architecture.Config(**SMALL_MODEL[architecture] | dict(C=64, NH=2)),
                                graph=False, beside=beside)  # so that each launch is counted
             place.architecture = architecture
-            model = poisoned_model(place, 2, 23, recompute=recompute, fp8=level, C=64, NH=2)  # any number of rows
+            # Any number of rows.
+            model = poisoned_model(place, 2, 23, recompute=recompute, fp8=level, C=64, NH=2)
             losses = []
             for _ in range(3):
                 if not told:
                     place.readers = Forgetful()
                 below = type(place).__mro__[1 + type(place).__mro__.index(fp8.Fp8)]
-                with mock.patch.object(below, "launch", autospec=True, side_effect=below.launch) as watched:
+                with mock.patch.object(below, "launch", autospec=True,
+                                       side_effect=below.launch) as watched:
                     losses += steps_of(model, 1, 2)
                 made = sum(call.args[1] == "to_fp8" for call in watched.mock_calls)
             results.append((losses, master_numbers(model), made))
@@ -406,7 +452,8 @@ def test_twins(device_name):
         yield f"{name}: losses", np.array(results[0][0]), results[1][0], EXACT
         yield f"{name}: parameters", results[0][1], results[1][1], EXACT
         wish = casts * 2 * 2  # for two micro-batches and two layers
-        check(f"{name}: casts", results[0][2] == wish, f"{results[0][2]}, expected {wish}; without {results[1][2]}")
+        check(f"{name}: casts", results[0][2] == wish,
+              f"{results[0][2]}, expected {wish}; without {results[1][2]}")
 
 
 class Forgetful(dict):
@@ -417,7 +464,8 @@ class Forgetful(dict):
 
 
 def test_products(device_name):
-    """The products, forward and backward, are those of the twins, whose scales come from the step before."""
+    """The products, forward and backward, are those of the twins, whose scales come from the step
+    before."""
     place = fp8_device(device_name, Config(C=64, NH=2))
     place.architecture = GPT2
     model = poisoned_model(place, 2, 24, C=64, NH=2)
@@ -435,7 +483,8 @@ def test_products(device_name):
         x, w = to_float(place.get(getattr(a, inp))), to_float(place.get(getattr(p, weight)))
         scale_x, scale_w = before[V.INPUT * n + i], before[V.WEIGHT * n + i]
         eight = [in_8_bits(values, scale) for values, scale in ((x, scale_x), (w, scale_w))]
-        yield f"{out}", place.get(getattr(a, out)), eight[0] @ eight[1].T + to_float(place.get(getattr(p, bias))), 3e-3
+        yield (f"{out}", place.get(getattr(a, out)),
+               eight[0] @ eight[1].T + to_float(place.get(getattr(p, bias))), 3e-3)
     largest = lambda array: abs(to_float(place.get(array))).max()
     inputs = largest(a.ln2), largest(a.fch_gelu)
     model.backward_pass()
@@ -444,11 +493,14 @@ def test_products(device_name):
     scale_d, scale_w = before[V.GRADIENT * n + i], before[V.WEIGHT * n + i]
     eight = [in_8_bits(values, scale) for values, scale in ((dqkv, scale_d), (w, scale_w))]
     yield "dln1", place.get(model.back.dinp), eight[0] @ eight[1], 3e-3
-    gradients_ = largest(model.back.dqkv), largest(model.layers[0][2].fch_gelu)  # layer 0; fch_gelu is dfch now
+    # Layer 0; fch_gelu is dfch now.
+    gradients_ = largest(model.back.dqkv), largest(model.layers[0][2].fch_gelu)
     place.end_step()
     after = place.get(place.all_scales)[:, 1]
-    for weight, kind, l, size in (("fcw", V.INPUT, 1, inputs[0]), ("fcprojw", V.INPUT, 1, inputs[1]),
-                                  ("qkvw", V.GRADIENT, 0, gradients_[0]), ("fcw", V.GRADIENT, 0, gradients_[1])):
+    for weight, kind, l, size in (("fcw", V.INPUT, 1, inputs[0]),
+                                  ("fcprojw", V.INPUT, 1, inputs[1]),
+                                  ("qkvw", V.GRADIENT, 0, gradients_[0]),
+                                  ("fcw", V.GRADIENT, 0, gradients_[1])):
         i = order.index(weight) * model.config.L + l
         found, wish = after[kind * n + i], 224 / size
         check(f"the next scale at {weight}", abs(found / wish - 1) < 1e-6, f"{found} {wish}")
@@ -457,7 +509,8 @@ def test_products(device_name):
 
 
 def test_scales_alone(device_name):
-    """A validation before a step does not change the step, and runs have the same bits, with or without a graph."""
+    """A validation before a step does not change the step, and runs have the same bits, with or
+    without a graph."""
     results = []
     for validates, graph in ((False, True), (True, True), (False, True), (False, False)):
         place = fp8_device(device_name, Config(C=64, NH=2), graph=graph)
@@ -489,41 +542,48 @@ def test_fixture(device_name):
         found = gradients(model, (truth.x, truth.y))
         loss = model.verdict().loss
         check(f"{dtype} {level}: loss", abs(loss / truth.loss - 1) < 0.02, f"{loss} {truth.loss}")
-        errors[dtype, level] = {name: np.linalg.norm(found[name][: len(wish)] - wish) / np.linalg.norm(wish)
-                         for name, wish in truth.gradients.items()}
+        errors[dtype, level] = {name: np.linalg.norm(found[name][: len(wish)] - wish) /
+                                np.linalg.norm(wish) for name, wish in truth.gradients.items()}
     in_bf16 = errors.pop(("bf16", "layers"))
     for (_, level), of_level in errors.items():
         for name, error in of_level.items():
             wish = 16 * in_bf16[name]  # a mantissa of 3 bits is 16 times coarser than one of 7
-            check(f"{level}: gradient of {name}", error < wish, f"{error:.3f}, in bf16 {in_bf16[name]:.3f}")
+            check(f"{level}: gradient of {name}", error < wish,
+                  f"{error:.3f}, in bf16 {in_bf16[name]:.3f}")
 
 
 def test_learned(device_name):
-    """dev/bench/roundings.py says whether a version is in the range of bf16's runs, and whether its loss jumps."""
+    """dev/bench/roundings.py says whether a version is in the range of bf16's runs, and whether its
+    loss jumps."""
     ramp = np.linspace(9, 4, 100)
     spike = np.where(np.arange(100) == 60, 9.0, ramp)
     curves = {"--dtype fp8": ramp + 0.01, "--fp8 head": spike, "--fp8 all": ramp + 0.1,
               "-b 8": ramp + 0.02, "-b 4": ramp - 0.02, "--plain 1": ramp}
     for versions, status, wish in ((["fp8"], 0, "| 4.2373 | -0.429 | in the range, or below |"),
-                                   (["fp8 --fp8 head"], 1, "a spike |"), (["fp8 --fp8 all"], 1, "0.0800 above |")):
+                                   (["fp8 --fp8 head"], 1, "a spike |"),
+                                   (["fp8 --fp8 all"], 1, "0.0800 above |")):
         out = io.StringIO()
         with (mock.patch.object(roundings, "losses_of", lambda flags: list(next(
-                (curve for name, curve in curves.items() if " ".join(flags).endswith(name)), ramp))),
+                (curve for name, curve in curves.items() if " ".join(flags).endswith(name)),
+                ramp))),
               contextlib.redirect_stdout(out), contextlib.redirect_stderr(None)):
             found = roundings.main([*versions, "--steps", "100", "--last", "10", "--", "-e", "d12"])
         last = out.getvalue().strip().splitlines()[-3]
-        check(f"roundings {versions}", (found, last.endswith(wish)) == (status, True), f"{found}: {last}")
+        check(f"roundings {versions}", (found, last.endswith(wish)) == (status, True),
+              f"{found}: {last}")
 
 
 def test_defaults(device_name):
     """Without --fp8, as much is in FP8 as the model and the other flags allow."""
-    for model, given, wish in ((GPT2, (), "all"), (GPT2, ("--recompute", "1"), "head"), (Llama3, (), "head"),
-                               (GPT2, ("--label-smoothing", "0.1"), "layers"), (GPT2, ("--fp8", "layers"), "layers")):
+    for model, given, wish in ((GPT2, (), "all"), (GPT2, ("--recompute", "1"), "head"),
+                               (Llama3, (), "head"),
+                               (GPT2, ("--label-smoothing", "0.1"), "layers"),
+                               (GPT2, ("--fp8", "layers"), "layers")):
         kinds = [kind.__name__ for kind in model_class(model, "--dtype", "fp8", *given).__mro__]
         found = "all" if "Fp8All" in kinds else "head" if "Fp8Head" in kinds else "layers"
         check(f"{model.__name__} {given}", found == wish and "Fp8Model" in kinds, kinds)
 
 
 def test_refusals(device_name):
-    check_refusal("--plain", "--dtype fp8 --plain 1: FP8 is there for speed alone", fp8_device, device_name,
-                  Config(C=32, NH=1), True)
+    check_refusal("--plain", "--dtype fp8 --plain 1: FP8 is there for speed alone", fp8_device,
+                  device_name, Config(C=32, NH=1), True)

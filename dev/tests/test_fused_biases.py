@@ -1,4 +1,5 @@
-"""Test the sums of rows that kernels take along, dev/features/fused_biases.cu, at the sizes of the lab's kernels."""
+"""Test the sums of rows that kernels take along, dev/features/fused_biases.cu, at the sizes of the
+lab's kernels."""
 import contextlib
 import functools
 import os
@@ -36,21 +37,23 @@ def attention_with_sums(device, a):
     heads.trainers_backward(device, a)
     device.column_sums = None
     rows, width = a.B * -(-a.T // device.attention_sizes.rows), 3 * a.NH * a.HS
-    device.launch("add_all_partials", (width, 4), None, None, None, a.dqkvb, None, a.sums, 0, 0, rows, width, True)
+    device.launch("add_all_partials", (width, 4), None, None, None, a.dqkvb, None, a.sums, 0, 0,
+                  rows, width, True)
 
 
 def layernorm_with_sums(device, a):
     blocks, threads, shared = layernorm_backward_launch(device, a.N)
-    device.launch("layernorm_backward", blocks, a.dresidual, a.partials, a.dout, a.inp, a.weight, a.mean, a.rstd, a.N,
-                  threads=threads, shared=shared)
-    device.launch("add_all_partials", (a.C, 3), a.dweight, a.dbias, a.before, None, a.partials, None, blocks, a.C, 0, 0,
-                  True)
+    device.launch("layernorm_backward", blocks, a.dresidual, a.partials, a.dout, a.inp, a.weight,
+                  a.mean, a.rstd, a.N, threads=threads, shared=shared)
+    device.launch("add_all_partials", (a.C, 3), a.dweight, a.dbias, a.before, None, a.partials,
+                  None, blocks, a.C, 0, 0, True)
 
 
 def sums_of_rows(device, a):
     shares = bias_shares(a.N)
     device.launch("sum_rows", (a.OC, shares), a.partials, a.dout, a.N, a.OC)
-    device.launch("add_all_partials", (a.OC, 4), None, None, None, a.dbias, None, a.partials, 0, 0, shares, a.OC, True)
+    device.launch("add_all_partials", (a.OC, 4), None, None, None, a.dbias, None, a.partials, 0, 0,
+                  shares, a.OC, True)
 
 
 def version(run, scratch):
@@ -58,12 +61,14 @@ def version(run, scratch):
 
 
 ATTENTION_LADDER = Ladder(
-    attention_problem, "", heads.LONG_HEADS, compiled_for="HS", fp32="lse delta sums dqkvb", sums="dqkv dqkvb",
-    trainer_checks=(*heads.ODD_HEADS, "B=1,T=33,NH=2,HS=64,cold=1"), limits=ATTENTION_LIMITS | dict(tf32=2e-3),
-    name="attention", versions=(version(attention_with_sums, lambda a: heads.delta_scratch(a) | dict(
-        sums=(a.B * -(-a.T // 64), 3 * a.NH * a.HS))),))
+    attention_problem, "", heads.LONG_HEADS, compiled_for="HS", fp32="lse delta sums dqkvb",
+    sums="dqkv dqkvb", trainer_checks=(*heads.ODD_HEADS, "B=1,T=33,NH=2,HS=64,cold=1"),
+    limits=ATTENTION_LIMITS | dict(tf32=2e-3), name="attention",
+    versions=(version(attention_with_sums, lambda a: heads.delta_scratch(a) |
+                      dict(sums=(a.B * -(-a.T // 64), 3 * a.NH * a.HS))),))
 LADDERS = dict(
-    layernorm_backward=version(layernorm_with_sums, lambda a: dict(partials=(3, PARTIAL_ROWS, a.C))),
+    layernorm_backward=version(layernorm_with_sums,
+                               lambda a: dict(partials=(3, PARTIAL_ROWS, a.C))),
     matmul_backward_bias=version(sums_of_rows, lambda a: dict(partials=(bias_shares(a.N), a.OC))))
 
 
@@ -71,7 +76,8 @@ LADDERS = dict(
 def device_for(device_name, dtype, flags, model):
     kind = device_class(device_name)
     if device_name == "cpu":
-        kind = type("Few", (Cpu,), dict(__init__=functools.partialmethod(Cpu.__init__, only=KERNELS)))
+        kind = type("Few", (Cpu,),
+                    dict(__init__=functools.partialmethod(Cpu.__init__, only=KERNELS)))
     with (mock.patch.dict(os.environ, CXXFLAGS=f"{os.environ.get('CXXFLAGS', '')} {flags}"),
           contextlib.redirect_stdout(None)):
         return type("Summed", (SummedOutputs, kind), {})(dtype, config_of(*model), [SOURCE])
@@ -80,7 +86,8 @@ def device_for(device_name, dtype, flags, model):
 def checked(device_name, dtype, ladder, run, texts, flags="", where=""):
     for text in texts:
         sizes = parse_sizes(text)
-        if device_name == "cuda" and capability() < 80 and (sizes.get("HS", 0) > 64 or sizes.get("C", 0) > 4096):
+        if device_name == "cuda" and capability() < 80 and (sizes.get("HS", 0) > 64 or
+                                                            sizes.get("C", 0) > 4096):
             continue
         title = f"{ladder.name} {text} {dtype}{where}:"
         try:
@@ -100,10 +107,12 @@ def test_attention(device_name):
     [run] = ATTENTION_LADDER.versions
     texts = (*ATTENTION_LADDER.checks, *ATTENTION_LADDER.trainer_checks)
     for dtype in dtypes_of(device_name):
-        checked(device_name, dtype, ATTENTION_LADDER, run, texts if dtype != "tf32" else ATTENTION_LADDER.checks)
+        checked(device_name, dtype, ATTENTION_LADDER, run,
+                texts if dtype != "tf32" else ATTENTION_LADDER.checks)
     if device_name == "cpu":
         checked("cpu", "bf16", ATTENTION_LADDER, run, HEADS_OF_HOPPER, "-DHOPPER", " as on Hopper")
-        checked("cpu", "fp32", ATTENTION_LADDER, run, ("B=1,T=70,NH=2,HS=64",), "-DTURING", " as on Turing")
+        checked("cpu", "fp32", ATTENTION_LADDER, run, ("B=1,T=70,NH=2,HS=64",), "-DTURING",
+                " as on Turing")
 
 
 def test_rows(device_name):

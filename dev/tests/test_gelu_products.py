@@ -1,5 +1,5 @@
-"""Test the products with GELU of dev/features/hopper/gelu_products.cu: on a CPU as on Hopper, and on a Hopper
-GPU beside cuBLASLt.
+"""Test the products with GELU of dev/features/hopper/gelu_products.cu: on a CPU as on Hopper, and
+on a Hopper GPU beside cuBLASLt.
 
     pytest dev/tests/test_gelu_products.py -k planted --faults 99   # all planted faults
 """
@@ -33,7 +33,8 @@ from train_gpt2 import BF16, to_float
 
 
 FAULTS = (  # what is wrong, in gelu_products.cu, and what a CPU says or the first wrong result
-    ("fch is overwritten before TMA has read it", "if (threadIdx.x % 128 == 0) stores_read();\n    warp",
+    ("fch is overwritten before TMA has read it",
+     "if (threadIdx.x % 128 == 0) stores_read();\n    warp",
      "warp", "fch"),
     ("sums of half of the rows", "row < HEIGHT; row += 16", "row < 64; row += 16", "sums"),
     ("no turns", "mbarrier_wait(waits.my_turn[group], (done + (group == 0)) % 2);", "", "stuck"),
@@ -208,7 +209,8 @@ def test_training():
         each.set_parameters(draw_parameters(c, 1))
         found.append(gradients(each, *batches))
     check("launched", launched.count("matmul_gelu") == launched.count("matmul_dgelu") == 4 and not
-          {"gelu_forward", "gelu_backward", "matmul_backward_bias", "sum_rows"} & {*launched}, {*launched})
+          {"gelu_forward", "gelu_backward", "matmul_backward_bias", "sum_rows"} & {*launched},
+          {*launched})
     size = "matmul 192 x 512 x 128 +"
     check("FLOPs", {*work} == {(f"{size} GELU", "FLOP", 2 * 192 * 512 * 128),
                                (f"{size} GELU's gradient", "FLOP", 2 * 192 * 512 * 128)}, work)
@@ -229,31 +231,34 @@ def noting(launch, names):
 
 
 def test_any_model():
-    """What runs on a GPU in bf16, GPT-2 or Llama 3, recomputing or not, has the gradients that it has without
-    the features of a GPU."""
+    """What runs on a GPU in bf16, GPT-2 or Llama 3, recomputing or not, has the gradients that it
+    has without the features of a GPU."""
     for Model, recompute in ((GPT2, 1), (GPT2, 2), (Llama3, 0), (Llama3, 1), (Llama3, 2)):
         more = dict(NKV=1) if Model is Llama3 else {}
         c = Model.Config(**more, maxT=64, V=257, Vp=384, L=2, NH=2, C=128)
         again = "--recompute", f"{recompute}"
         found, launched = [], []
         for plain in (True, False):
-            with mock.patch.dict(os.environ, CXXFLAGS="-O1 -DHOPPER"), contextlib.redirect_stdout(None):
+            with mock.patch.dict(os.environ,
+                                 CXXFLAGS="-O1 -DHOPPER"), contextlib.redirect_stdout(None):
                 kind = Cpu if plain or Model is Llama3 else with_summed_outputs(with_own_gelu(Cpu))
                 again_too = RECOMPUTE_LLAMA if Model is Llama3 else RECOMPUTE
-                device = kind("bf16", c, (*gelu_products.SOURCES, FUSED if kind is not Cpu else again_too, again_too))
+                device = kind("bf16", c, (*gelu_products.SOURCES,
+                                          FUSED if kind is not Cpu else again_too, again_too))
             device.launch = noting(device.launch, launched)
             model = (model_class if plain else class_on_gpu)(Model, *again)(c, device, 1, 64)
             model.set_parameters(draw_parameters(c, 1))
             tokens = np.random.default_rng(1).integers(257, size=(2, 1, 64))
             found.append(gradients(model, tokens))
-        check(f"{Model.__name__} {again}: launched", ("matmul_dgelu" in launched) == (Model is GPT2))
+        check(f"{Model.__name__} {again}: launched",
+              ("matmul_dgelu" in launched) == (Model is GPT2))
         for name, wish in found[0].items():
             yield f"{Model.__name__} {again} {name}", found[1][name], wish, 4 * BF16_LIMIT
 
 
 def test_compiled():
-    """For sm_90a nothing spills, and a block fits a multiprocessor; attention_five.cu is there, too,
-    and so are the functions that both have."""
+    """For sm_90a nothing spills, and a block fits a multiprocessor; attention_five.cu is there,
+    too, and so are the functions that both have."""
     if not has_nvrtc():
         pytest.skip("NVRTC is not installed")
     from dev.common.nvrtc import compile_cuda

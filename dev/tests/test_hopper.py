@@ -1,4 +1,5 @@
-"""Test that attention as on a Hopper GPU has no races where a head's channels do not fill its boxes."""
+"""Test that attention as on a Hopper GPU has no races where a head's channels do not fill its
+boxes."""
 import functools
 import os
 from unittest import mock
@@ -14,7 +15,8 @@ from dev.tests.checks import check, refusal
 from dev.tests.models import ATTENTION
 
 KERNELS = "attention_forward", "attention_backward"
-ONLY_CHANNELS = "c < HS; c += HEAD_LANES"  # of store_rows: zeros behind a head's channels stay in the tile
+# Of store_rows: zeros behind a head's channels stay in the tile.
+ONLY_CHANNELS = "c < HS; c += HEAD_LANES"
 
 
 @pytest.fixture(autouse=True)
@@ -24,13 +26,15 @@ def race_finder():
 
 
 def checks(HS, names, only, Model=Config):
-    """Yields (name, a function that compares the trainer's version of a kernel with NumPy and looks for races)."""
+    """Yields (name, a function that compares the trainer's version of a kernel with NumPy and looks
+    for races)."""
     with mock.patch.dict(os.environ, CXXFLAGS=f"-O1 {races.FLAG} -DHOPPER"):
         device = Cpu("bf16", Model(C=2 * HS, NH=2), only=only)
     for name in names:
         ladder = find_ladder(name)
         version = next(version for version in ladder.versions if version.trainer)
-        bench = Bench(ladder, device, parse_sizes(f"B=1,T=150,NH=2,HS={HS}"))  # two blocks; two tiles and a part
+        # Two blocks; two tiles and a part.
+        bench = Bench(ladder, device, parse_sizes(f"B=1,T=150,NH=2,HS={HS}"))
         yield name, functools.partial(bench.check, version, {})
 
 
@@ -49,7 +53,8 @@ def test_stored_zeros(folder):
     """There is one if whole boxes are stored."""
     text, path = Config.SOURCES[0].read_text("utf-8"), folder / "kernels.cu"
     check("one place", text.count(ONLY_CHANNELS) == 1)
-    path.write_text(text.replace(ONLY_CHANNELS, ONLY_CHANNELS.replace("HS", "HP")), encoding="utf-8")
+    path.write_text(text.replace(ONLY_CHANNELS, ONLY_CHANNELS.replace("HS", "HP")),
+                    encoding="utf-8")
     Faulty = type("Faulty", (Config,), dict(SOURCES=(path,)))
     for name, run in checks(80, KERNELS[:1], {*KERNELS[:1]}, Faulty):
         found = refusal(run)

@@ -1,4 +1,5 @@
-"""Test runs that end early, by a kill, a signal or a full disk: each leaves a checkpoint that resumes.
+"""Test runs that end early, by a kill, a signal or a full disk: each leaves a checkpoint that
+resumes.
 
     pytest dev/tests/test_kills.py --kills 200      # more kills than the usual 8
 """
@@ -23,7 +24,8 @@ from dev.features.checkpoints.main_log import MainLog
 from dev.features.late_reports import LateReports
 from dev.features.seams import GPT2, Training
 from dev.tests.checks import EXACT, check
-from dev.tests.trainings import bytes_of, call, command, same, token_files, train, whole_ones, without
+from dev.tests.trainings import (bytes_of, call, command, same, token_files, train, whole_ones,
+                                 without)
 
 
 @pytest.fixture
@@ -42,7 +44,8 @@ class Late(LateReports, Training):
 
 def start(*args, **more):
     """A training in a process of its own."""
-    return subprocess.Popen(command(*args), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **more)
+    return subprocess.Popen(command(*args), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                            text=True, **more)
 
 
 def wait_for(lines, begin):
@@ -55,7 +58,8 @@ def test_killed_runs(device_name, folder, kills):
     flags, steps = ("-x", 40, "-n", 1, "-nk", 2, "--dtype", "fp32"), 40
     whole, output, chance = folder / "whole", folder / "killed", random.Random(1)
     begun = time.perf_counter()
-    start(device_name, folder, whole, *flags).communicate()  # a process, whose start takes time, too
+    # A process, whose start takes time, too.
+    start(device_name, folder, whole, *flags).communicate()
     seconds, expected, killed, writing = time.perf_counter() - begun, bytes_of(whole, steps), 0, 0
     while killed < kills:
         child = start(device_name, folder, output, *flags, "-y", 1)
@@ -77,11 +81,13 @@ def test_killed_runs(device_name, folder, kills):
     same(bytes_of(output, steps), expected, f"after {killed} kills")
     check("no temporary file is left", not [*output.glob("*.tmp")])
     check("the newest two are left", whole_ones(output) == [39, 40], whole_ones(output))
-    check("a fourth of the kills came while a file was being written", writing >= kills // 4, f"{writing} of {killed}")
+    check("a fourth of the kills came while a file was being written", writing >= kills // 4,
+          f"{writing} of {killed}")
 
 
 def test_signals(device_name, folder):
-    """SIGTERM and Ctrl-C end a run after its step, with a checkpoint that resumes. A second Ctrl-C ends it at once."""
+    """SIGTERM and Ctrl-C end a run after its step, with a checkpoint that resumes. A second Ctrl-C
+    ends it at once."""
     flags, whole = ("-x", 60, "-v", 0, "-s", 0, "-n", 60), folder / "whole"
     train(device_name, folder, whole, *flags)
     for number, status in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
@@ -92,7 +98,8 @@ def test_signals(device_name, folder):
         child.communicate()
         yield f"{output.name}: exit status", child.returncode, status, EXACT
         stopped = whole_ones(output)
-        check(f"{output.name}: a whole checkpoint", len(stopped) == 1 and 5 <= stopped[0] < 60, f"{stopped}")
+        check(f"{output.name}: a whole checkpoint", len(stopped) == 1 and 5 <= stopped[0] < 60,
+              f"{stopped}")
         train(device_name, folder, output, *flags, "-y", 1)
         same(bytes_of(output, 60), bytes_of(whole, 60), f"{output.name} resumed")
 
@@ -106,7 +113,8 @@ def test_signals(device_name, folder):
     check("Ctrl-C with tee: a whole checkpoint", len(whole_ones(output)) == 1)
 
     output = folder / "twice"
-    child = start(device_name, folder, output, "-d", 16 * 20000, "-v", 0, env=os.environ | {"PYTHONUNBUFFERED": "1"})
+    child = start(device_name, folder, output, "-d", 16 * 20000, "-v", 0,
+                  env=os.environ | {"PYTHONUNBUFFERED": "1"})
     while not (output / "main.log").exists():
         time.sleep(0.01)
     text = train(device_name, folder, output, status=1)
@@ -120,7 +128,8 @@ def test_signals(device_name, folder):
 
 
 def test_full_disks(device_name, folder):
-    """A full disk is reported, leaves the last complete checkpoint, and does not end the training."""
+    """A full disk is reported, leaves the last complete checkpoint, and does not end the
+    training."""
     output, enough = folder / "full", folder / "enough"
     train(device_name, folder, enough)
 
@@ -130,15 +139,19 @@ def test_full_disks(device_name, folder):
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
-        child = start(device_name, folder, without(enough, output, 9, 12), *flags, "-y", 1, preexec_fn=little_room)
+        child = start(device_name, folder, without(enough, output, 9, 12), *flags, "-y", 1,
+                      preexec_fn=little_room)
         return *child.communicate(timeout=60), child.returncode
 
     # Room for parameters, and not for a state
-    text, error, status = train_with((enough / "state_00000006_00000.bin").stat().st_size - 1000, output)
+    text, error, status = train_with((enough / "state_00000006_00000.bin").stat().st_size - 1000,
+                                     output)
     ok = status == 1 and re.fullmatch("error: no checkpoint of step 12: .*\n", error)
     check("full disk: the end says so", ok, f"{status}, {error}")
-    warnings = re.findall(r"WARNING: no checkpoint of step (\d+): .*state.*newest whole one is of step 6", text)
-    check("full disk: each checkpoint that fails is reported", warnings == ["9", "12"], f"{warnings}")
+    warnings = re.findall(r"WARNING: no checkpoint of step (\d+): .*state.*newest whole one is of "
+                          r"step 6", text)
+    check("full disk: each checkpoint that fails is reported", warnings == ["9", "12"],
+          f"{warnings}")
     check("full disk: the training went on", "step   12/12" in text)
     yield "full disk: whole checkpoints", whole_ones(output), [3, 6], EXACT
     rest = sorted(path.name for path in output.iterdir()
@@ -165,12 +178,15 @@ def test_full_disks(device_name, folder):
     with contextlib.redirect_stdout(io.StringIO()) as said:
         for i in range(5):
             log.write(f"line {i}")
-    check("lines of the log wait for room", b"".join(lines) == b"line 0\nline 1\nline 2\nline 3\nline 4\n", lines)
-    yield "which is said once", said.getvalue().count("WARNING: main.log could not be written"), 1, EXACT
+    check("lines of the log wait for room",
+          b"".join(lines) == b"line 0\nline 1\nline 2\nline 3\nline 4\n", lines)
+    yield ("which is said once", said.getvalue().count("WARNING: main.log could not be written"), 1,
+           EXACT)
 
 
 def test_writer_that_fails(device_name, folder):
-    """An exception in the writer's thread is reported like a full disk, and the training goes on."""
+    """An exception in the writer's thread is reported like a full disk, and the training goes
+    on."""
     real = background_writer.replace_file
 
     def broken(path, chunks):
@@ -180,14 +196,17 @@ def test_writer_that_fails(device_name, folder):
 
     with mock.patch.object(background_writer, "replace_file", broken):
         status, text, error = call(*command(device_name, folder, folder / "crash")[3:])
-    ok = status == 1 and "WARNING: no checkpoint of step 3: a crash" in text and "step   12/12" in text
+    ok = (status == 1 and "WARNING: no checkpoint of step 3: a crash" in text and
+          "step   12/12" in text)
     check("a crash of the writer is seen", ok, text[-300:] + error)
 
 
 def test_stopped_at_once(folder):
-    """A signal ends a run after its step, whenever it comes: without another validation or sample, with a checkpoint
-    that has this step's weights, and after the lines of all steps. So it does where lines are late, as on a GPU."""
-    flags, handlers = ("-x", 6, "-n", 0, "-s", 1, "-g", 2, "-v", 1), [signal.getsignal(n) for n in (2, 15)]
+    """A signal ends a run after its step, whenever it comes: without another validation or sample,
+    with a checkpoint that has this step's weights, and after the lines of all steps. So it does
+    where lines are late, as on a GPU."""
+    flags, handlers = (("-x", 6, "-n", 0, "-s", 1, "-g", 2, "-v", 1),
+                       [signal.getsignal(n) for n in (2, 15)])
 
     def fetch(device_name, array):
         values = array.copy()
@@ -210,18 +229,25 @@ def test_stopped_at_once(folder):
                     (0, "", Training, "next_batches", lambda run: run.model.step == 0),
                     (3, "", GPT2, "train_step", lambda model, *args: model.step == 2),
                     (6, "", GPT2, "train_step", lambda model, *args: model.step == 5),
-                    (6, "val loss, generating, ", Training, "validate", lambda run, done: done == 6)):
+                    (6, "val loss, generating, ", Training, "validate",
+                     lambda run, done: done == 6)):
                 output = folder / f"{base.__name__}, {told[1]}, {step}"
                 with told_in(*told), mock.patch.object(order, "Training", base):
                     text = train("cpu", folder, output, *flags, status=128 + number)
                 said = ", ".join(re.findall(
-                    r"^(step +\d+/6|val loss|generating|\d steps in|interrupted after \d of 6|wrote .*model_\d+\.bin"
-                    r"(?: and its state)?)", text, re.M))
-                wish = "".join(f"val loss, {'generating, ' * (i > 0)}step    {i + 1}/6, " for i in range(step))
-                wish += f"{end}interrupted after {step} of 6, wrote {output / f'model_{step:08d}.bin'}"
-                wish += " and its state" * (not end) + f", {step} steps in" * (step > 0)  # else the run was done
-                check(f"{output.name}: what is said", said == wish, f"{said!r}, expected {wish!r}" * (said != wish))
+                    r"^(step +\d+/6|val loss|generating|\d steps in|interrupted after \d of "
+                    r"6|wrote .*model_\d+\.bin(?: and its state)?)", text, re.M))
+                wish = "".join(f"val loss, {'generating, ' * (i > 0)}step    {i + 1}/6, "
+                               for i in range(step))
+                wish += (f"{end}interrupted after {step} of 6, wrote "
+                         f"{output / f'model_{step:08d}.bin'}")
+                # Else the run was done.
+                wish += " and its state" * (not end) + f", {step} steps in" * (step > 0)
+                check(f"{output.name}: what is said", said == wish,
+                      f"{said!r}, expected {wish!r}" * (said != wish))
                 if not end:
                     train("cpu", folder, output, *flags, "-y", 1)
-                check(f"{output.name}: its end", (output / "model_00000006.bin").read_bytes() == weights)
-                check(f"{output.name}: handlers", [signal.getsignal(n) for n in (2, 15)] == handlers)
+                check(f"{output.name}: its end",
+                      (output / "model_00000006.bin").read_bytes() == weights)
+                check(f"{output.name}: handlers",
+                      [signal.getsignal(n) for n in (2, 15)] == handlers)

@@ -24,7 +24,8 @@ SIZES = dict(maxT=1024, V=259, L=1, NH=1, C=64, Vp=320)
 
 @functools.cache
 def device_for(name, dtype):
-    """A device; on a CPU in bf16 with the one kernel that is tested in it, which compiles faster."""
+    """A device; on a CPU in bf16 with the one kernel that is tested in it, which compiles
+    faster."""
     if (name, dtype) == ("cpu", "bf16"):
         return Cpu(dtype, Config(**SIZES), [SOURCE], only=("smoothed_classifier",))
     return make_device(name, dtype, Config(**SIZES), beside=[SOURCE])
@@ -40,19 +41,22 @@ def smoothed(E, targets, x):
 
 
 def test_formula():
-    """The formula's gradient against finite differences; without smoothing it gives the usual loss."""
+    """The formula's gradient against finite differences; without smoothing it gives the usual
+    loss."""
     targets = words(11, 5)
     for E in (0, 0.1, 0.7):
         of = functools.partial(smoothed, E, targets)
         yield finite_difference(f"E={E}", lambda x, of=of: of(x)[0],
-                                lambda dout, x, of=of: [dout[:, None] * of(x)[1]], 3 * normal(5, 11))
+                                lambda dout, x, of=of: [dout[:, None] * of(x)[1]],
+                                3 * normal(5, 11))
     x = normal(5, 11)
     yield "E=0", smoothed(0, targets, x)[0], cross_entropy(targets, x), 1e-14
 
 
 def test_kernel(device_name):
-    """Losses and gradients of ordinary logits, of rows that are almost certain (and right, or wrong), and of rows far
-    from 0. The padding is NaN before and 0 after. The threads of a block run in several orders."""
+    """Losses and gradients of ordinary logits, of rows that are almost certain (and right, or
+    wrong), and of rows far from 0. The padding is NaN before and 0 after. The threads of a block
+    run in several orders."""
     def work(device, logits, losses, *args):
         logits = on_device(device, logits)
         device.launch("smoothed_classifier", len(logits), logits, losses, *args)
@@ -71,23 +75,26 @@ def test_kernel(device_name):
             padded[:, :V] = x
             padded = padded if device.real == np.float32 else to_bf16(padded)
             x = to_float(padded)[:, :V].astype(np.float64)  # the stored values
-            args = on_device(device, np.zeros(N, np.float32)), on_device(device, targets), 0.25, E, N, V, Vp
+            args = (on_device(device, np.zeros(N, np.float32)), on_device(device, targets), 0.25, E,
+                    N, V, Vp)
             loss, gradient = smoothed(E, targets, x)
             wish = np.zeros((N, Vp))
             wish[:, :V] = 0.25 * gradient
             for order, (found_loss, found) in in_each_order(device, work, device, padded, *args):
                 name = f"{device.dtype} N={N} V={V} Vp={Vp} E={E} {order}"
-                yield f"{name} losses", found_loss / (1 + loss), loss / (1 + loss), 1e-6  # relative to each row
+                # Relative to each row.
+                yield f"{name} losses", found_loss / (1 + loss), loss / (1 + loss), 1e-6
                 yield f"{name} gradient", found, wish
                 check(f"{name} padding", not to_float(found)[:, V:].any())
 
 
 def test_model(device_name):
-    """The model's gradients are those of the smoothed loss of all micro-batches together, and forward() returns the
-    usual loss."""
+    """The model's gradients are those of the smoothed loss of all micro-batches together, and
+    forward() returns the usual loss."""
     c, (B, T), E, device = Config(**SIZES), (2, 6), 0.3, device_for(device_name, "fp32")
     batches = [(words(c.V, B, T), words(c.V, B, T)) for _ in range(2)]
-    plain, smooth = (model_class(GPT2, *flags)(c, device, B, T) for flags in ((), ("--label-smoothing", str(E))))
+    plain, smooth = (model_class(GPT2, *flags)(c, device, B, T)
+                     for flags in ((), ("--label-smoothing", str(E))))
     for each in (plain, smooth):
         each.set_parameters(draw_parameters(c, 1))
     wish = 0
@@ -102,7 +109,8 @@ def test_model(device_name):
     yield "the mean loss", np.float32(smooth.verdict().loss), wish, 1e-6
 
     def loss_at(sign, step):
-        smooth.set_parameters((name, f32(value + sign * step[name])) for name, value in draw_parameters(c, 1))
+        smooth.set_parameters((name, f32(value + sign * step[name]))
+                              for name, value in draw_parameters(c, 1))
         total = 0
         for tokens, targets in batches:
             smooth.forward(tokens, np.zeros_like(tokens))
@@ -111,20 +119,24 @@ def test_model(device_name):
         return total
 
     size = np.sqrt(sum((value.astype(np.float64)**2).sum() for value in found.values()))
-    step = {name: 1e-3 * value / size for name, value in found.items()}  # downhill, where the loss changes most
+    # Downhill, where the loss changes most.
+    step = {name: 1e-3 * value / size for name, value in found.items()}
     difference = (loss_at(1, step) - loss_at(-1, step)) / 2e-3
     yield "the gradient's norm, by finite differences", size, difference, 1e-3
 
 
 def test_command_line(device_name, folder):
-    """In FP8, with recompute and micro-batches: a stopped run that resumes, with the flag restored from its folder,
-    ends with the same bytes. Without the flag, the first step has another loss, and the validation before it the same.
+    """In FP8, with recompute and micro-batches: a stopped run that resumes, with the flag restored
+    from its folder, ends with the same bytes. Without the flag, the first step has another loss,
+    and the validation before it the same.
     """
     token_files(folder)
 
     def train(*flags):
-        status, text, error = call("-e", TINY, *"-b 2 -t 32 -d 128 -v 3 -m 1 -s 0 --dtype fp8 --recompute 2".split(),
-                                   "-i", folder / "part_train_*.bin", "-j", folder / "part_val_0.bin",
+        status, text, error = call("-e", TINY, *"-b 2 -t 32 -d 128 -v 3 -m 1 -s 0 --dtype fp8 "
+                                   "--recompute 2".split(),
+                                   "-i", folder / "part_train_*.bin", "-j",
+                                   folder / "part_val_0.bin",
                                    "--device", device_name, *flags)
         if status:
             raise AssertionError(error)
@@ -135,8 +147,8 @@ def test_command_line(device_name, folder):
     _, again = check_resumed("smoothed", whole, lambda copy: train("-x", 4, "-o", copy, "-y", 1), 4)
     check("no warning of another flag", "--label-smoothing" not in again, again)
     plain = train("-x", 1)
-    first, last = ([next(line for line in output.splitlines() if line.startswith(what)) for output in (text, plain)]
-                   for what in ("val loss", "step    1/"))
+    first, last = ([next(line for line in output.splitlines() if line.startswith(what))
+                    for output in (text, plain)] for what in ("val loss", "step    1/"))
     check("the same validation before the first step", first[0] == first[1], first)
     losses = [float(line.split()[4]) for line in last]
     check("another loss of the first step", abs(losses[0] - losses[1]) > 1e-4, losses)

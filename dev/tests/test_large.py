@@ -1,10 +1,12 @@
-"""Test kernels on arrays of more than 2^31 numbers, where an index of 32 bits would be negative. This takes a GPU.
+"""Test kernels on arrays of more than 2^31 numbers, where an index of 32 bits would be negative.
+This takes a GPU.
 
-    pytest dev/tests/test_large.py -m longest       # with such an index in a kernel each test has to fail
-    pytest dev/tests/test_large.py --device cpu --numbers 200000   # small arrays, to debug the tests
+    pytest dev/tests/test_large.py -m longest   # with such an index each test has to fail
+    pytest dev/tests/test_large.py --device cpu --numbers 200000  # small arrays, to debug
 
-A kernel runs over all rows, and then over a few by themselves: the first, those around number 2^31, and the last. The
-few come out with the same bits. Sums over all rows are compared with sums in float64.
+A kernel runs over all rows, and then over a few by themselves: the first, those around number 2^31,
+and the last. The few come out with the same bits. Sums over all rows are compared with sums in
+float64.
 """
 import functools
 import gc
@@ -36,15 +38,19 @@ DTYPES = "bf16", "fp32"
 PART = 2**26  # numbers that are made, or added up, at a time
 BYTES = {np.float32: 4, BF16: 2, LOW: 2, np.int32: 4}
 PLANTED = (  # (test, a line's text in kernels.cu, the same with an index of 32 bits)
-    ("attention", "return (((size_t)b * T + t) * heads + h) * HS;", "return ((b * T + t) * heads + h) * HS;"),
+    ("attention", "return (((size_t)b * T + t) * heads + h) * HS;",
+     "return ((b * T + t) * heads + h) * HS;"),
     ("classifier", "real *x = logits + (size_t)row * Vp,", "real *x = logits + row * Vp,"),
-    ("layernorm_forward", "size_t start = (size_t)row * C;\n    out.begin", "int start = row * C;\n    out.begin"),
+    ("layernorm_forward", "size_t start = (size_t)row * C;\n    out.begin",
+     "int start = row * C;\n    out.begin"),
     ("layernorm_again", "return (unsigned)(i / W) / (C / W);", "return (int)i / C;"),
-    ("layernorm_backward", "size_t start = (size_t)row * C;\n        // A", "int start = row * C;\n        // A"),
+    ("layernorm_backward", "size_t start = (size_t)row * C;\n        // A",
+     "int start = row * C;\n        // A"),
     ("gelu", "return W * ((size_t)blockIdx.x * blockDim.x + threadIdx.x);",
      "return (int)(W * (blockIdx.x * blockDim.x + threadIdx.x));"),
     ("encoder_forward", "store(out + (size_t)row * C + c, x);", "store(out + row * C + c, x);"),
-    ("encoder_forward", "load<4>(wte + (size_t)tokens[row] * C + c)", "load<4>(wte + tokens[row] * C + c)"),
+    ("encoder_forward", "load<4>(wte + (size_t)tokens[row] * C + c)",
+     "load<4>(wte + tokens[row] * C + c)"),
     ("encoder_backward", "load<W>(dout + (size_t)order[runs[2 * run] + j] * C + c)",
      "load<W>(dout + order[runs[2 * run] + j] * C + c)"),
     ("encoder_backward", "load<W>(dout + b * TC + i)", "load<W>(dout + (int)(b * TC + i))"),
@@ -80,8 +86,9 @@ def device_for(device_name, dtype, plant):
 
 
 class Rows:
-    """Arrays that all have N rows, {name: (numbers of a row, type)}, filled with numbers in [-1, 1); written ones are
-    filled with NaN. N is so large that the widest array has at least `numbers` numbers."""
+    """Arrays that all have N rows, {name: (numbers of a row, type)}, filled with numbers in [-1,
+    1); written ones are filled with NaN. N is so large that the widest array has at least `numbers`
+    numbers."""
 
     def __init__(self, device, numbers, few, read, written):
         self.device, self.few = device, few
@@ -89,7 +96,8 @@ class Rows:
         kinds = {**read, **written}
         self.width = max(width for width, _ in kinds.values())
         self.N = -(-numbers // self.width // few) * few + few
-        self.arrays = {name: self.new(self.N, width, dtype=dtype) for name, (width, dtype) in kinds.items()}
+        self.arrays = {name: self.new(self.N, width, dtype=dtype)
+                       for name, (width, dtype) in kinds.items()}
         for seed, name in enumerate(kinds):
             if name in read:
                 self.fill(self.arrays[name], seed)
@@ -111,7 +119,8 @@ class Rows:
         flat = array.reshape(-1)
         for start in range(0, flat.size, PART):
             part = flat[start : start + PART]
-            z = self.np.arange(start, start + part.size, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+            z = self.np.arange(start, start + part.size, dtype=np.uint64) * np.uint64(
+                0x9E3779B97F4A7C15)
             z = (z ^ (z >> np.uint64(31)) ^ np.uint64(seed << 32)) * np.uint64(0xBF58476D1CE4E5B9)
             x = (z >> np.uint64(40)).astype(np.float32) / np.float32(2**23) - np.float32(1)
             if array.dtype == np.float32:
@@ -122,12 +131,13 @@ class Rows:
     def column_sums(self, array):
         """Sums in float64."""
         rows = max(1, PART * array.itemsize // array.strides[0])
-        parts = (to_float(array[i : i + rows]).sum(0, dtype=np.float64) for i in range(0, len(array), rows))
+        parts = (to_float(array[i : i + rows]).sum(0, dtype=np.float64)
+                 for i in range(0, len(array), rows))
         return sum(parts)
 
     def check(self, name, launch, changed=()):
-        """launch(arrays, rows) over all rows, then over a few by themselves. changed: names of arrays that are read and
-        written."""
+        """launch(arrays, rows) over all rows, then over a few by themselves. changed: names of
+        arrays that are read and written."""
         last = self.N - self.few
         places = sorted({0, min(last, 2**31 // self.width // self.few * self.few), last})
         some = {place: {name: x[place : place + self.few].copy() for name, x in self.arrays.items()}
@@ -136,13 +146,14 @@ class Rows:
         for place, arrays in some.items():
             launch(SimpleNamespace(**arrays), self.few)
             for of in (*self.written, *changed):
-                found, wish = (x.reshape(-1).view(np.uint8) for x in (self.arrays[of][place : place + self.few],
-                                                                      arrays[of]))
+                found, wish = (x.reshape(-1).view(np.uint8)
+                               for x in (self.arrays[of][place : place + self.few], arrays[of]))
                 check(f"{name}: {of}, rows {place:,} to {place + self.few:,} of {self.N:,}",
                       bool((found == wish).all()) and not bool((wish == 255).all()))
 
     def check_sum(self, name, found, wish):
-        found, wish = (np.float64(self.device.get(x) if hasattr(x, "get") else x) for x in (found, wish))
+        found, wish = (np.float64(self.device.get(x) if hasattr(x, "get") else x)
+                       for x in (found, wish))
         error = np.linalg.norm(found - wish) / np.linalg.norm(wish)
         check(f"{name}: sums over {self.N:,} rows", error <= 1e-4, f"{error:.1e} <= 1e-4")
 
@@ -179,9 +190,11 @@ def test_attention(device, dtype, numbers):
                 dict(out=(tokens * C, real), lse=(heads, np.float32)))
 
     def shaped(a, B):
-        whole = SimpleNamespace(B=B, T=tokens, NH=NH, NKV=NH, HS=C // NH, C=C, scale=(C // NH) ** -0.5)
+        whole = SimpleNamespace(B=B, T=tokens, NH=NH, NKV=NH, HS=C // NH, C=C,
+                                scale=(C // NH) ** -0.5)
         for name, array in vars(a).items():
-            setattr(whole, name, array.reshape(B * tokens, -1) if name in ("qkv", "dout", "out", "dqkv") else array)
+            setattr(whole, name, array.reshape(B * tokens, -1)
+                    if name in ("qkv", "dout", "out", "dqkv") else array)
         return whole
 
     rows.check(f"attention_forward {dtype}", lambda a, B: trainers_forward(device, shaped(a, B)))
@@ -212,8 +225,8 @@ def test_classifier(device, dtype, numbers):
 
     def launch(a, n):
         blocks, room, shared = classifier_launch(device, n, Vp, True)
-        device.launch("fused_classifier", blocks, a.logits, a.losses, a.targets, 1 / 64, n, V, Vp, True, room,
-                      shared=shared)
+        device.launch("fused_classifier", blocks, a.logits, a.losses, a.targets, 1 / 64, n, V, Vp,
+                      True, room, shared=shared)
 
     rows.check(f"fused_classifier {dtype}", launch, ["logits"])
 
@@ -233,7 +246,8 @@ def test_layernorm_forward(device, dtype, numbers):
                 dict(out=(C, real), copy=(C, real), mean=one, rstd=one))
     weight, bias = vectors(rows, "weight", "bias")
     rows.check(f"residual_layernorm_forward {dtype}", lambda a, n: device.launch(
-        "residual_layernorm_forward", n, a.out, a.mean, a.rstd, a.copy, a.x, a.branch, weight, bias, n), ["x"])
+        "residual_layernorm_forward", n, a.out, a.mean, a.rstd, a.copy, a.x, a.branch, weight, bias,
+        n), ["x"])
 
 
 @large(20)
@@ -248,28 +262,32 @@ def test_layernorm_again(device, dtype, numbers):
 @large(30)
 def test_layernorm_backward(device, dtype, numbers):
     real, one = device.real, (1, np.float32)
-    rows = Rows(device, numbers, 64, dict(dx=(C, real), dout=(C, real), inp=(C, real), mean=one, rstd=one), {})
+    rows = Rows(device, numbers, 64,
+                dict(dx=(C, real), dout=(C, real), inp=(C, real), mean=one, rstd=one), {})
     [weight], partials, kept = vectors(rows, "weight"), rows.new(3 * PARTIAL_ROWS * C), []
 
     def launch(a, n):
         blocks, threads, shared = layernorm_backward_launch(device, n)
-        device.launch("layernorm_backward", blocks, a.dx, partials, a.dout, a.inp, weight, a.mean, a.rstd, n,
-                      threads=threads, shared=shared)
+        device.launch("layernorm_backward", blocks, a.dx, partials, a.dout, a.inp, weight, a.mean,
+                      a.rstd, n, threads=threads, shared=shared)
         kept.append(partials[: 3 * blocks * C].reshape(3, blocks, C).sum(1, dtype=np.float64))
 
     rows.check(f"layernorm_backward {dtype}", launch, ["dx"])
-    rows.check_sum(f"layernorm_backward {dtype}: dbias", kept[0][1], rows.column_sums(rows.arrays["dout"]))
+    rows.check_sum(f"layernorm_backward {dtype}: dbias", kept[0][1],
+                   rows.column_sums(rows.arrays["dout"]))
     # in bf16 the kernel adds what it stores before it rounds it
     wish = rows.column_sums(rows.arrays["dx"])
     found = kept[0][2]
     error = float(abs(found - wish).max()) / math.sqrt(rows.N)
-    check(f"layernorm_backward {dtype}: sums of dx", error <= (2e-2 if dtype == "bf16" else 1e-4), f"{error:.1e}")
+    check(f"layernorm_backward {dtype}: sums of dx", error <= (2e-2 if dtype == "bf16" else 1e-4),
+          f"{error:.1e}")
 
 
 @large(30)
 def test_gelu(device, dtype, numbers):
     OC = 4 * C
-    rows = Rows(device, numbers, 64, dict(inp=(OC, device.real), dinp=(OC, device.real)), dict(out=(OC, device.real)))
+    rows = Rows(device, numbers, 64, dict(inp=(OC, device.real), dinp=(OC, device.real)),
+                dict(out=(OC, device.real)))
 
     def launch(a, n):
         device.launch("gelu_forward", n * OC, a.out, a.inp, n, OC)
@@ -293,14 +311,16 @@ def test_encoder_forward(device, dtype, numbers):
 @large(15)
 def test_encoder_backward(device, dtype, numbers):
     rows, few, V = Rows(device, numbers, 64, dict(dout=(C, device.real)), {}), 64, 50
-    dout, tokens = rows.arrays["dout"], np.random.default_rng(1).integers(V, size=(rows.N // few, few), dtype=np.int32)
+    dout, tokens = (rows.arrays["dout"],
+                    np.random.default_rng(1).integers(V, size=(rows.N // few, few), dtype=np.int32))
     data, _ = pack_batch(tokens, tokens)
     packed = device.empty(data.nbytes)
     device.put(packed, data)
     batch = carve(packed, batch_table(*tokens.shape))
     dwte, dwpe = rows.new(V, C), rows.new(few, C)
     dwte[...] = 0
-    device.launch("encoder_backward_wte", (rows.N, C), dwte, dout, batch.tokens, batch.order, batch.runs, rows.N, C)
+    device.launch("encoder_backward_wte", (rows.N, C), dwte, dout, batch.tokens, batch.order,
+                  batch.runs, rows.N, C)
     device.launch("encoder_backward_wpe", few * C, dwpe, dout, rows.N // few, few, few, C, False)
     for word in (0, 1, V - 1):
         wish, own = 0, rows.np.asarray(tokens.reshape(-1) == word)
@@ -328,21 +348,23 @@ def test_bias_backward(device, dtype, numbers):
 @large(15)
 def test_global_norm(device, dtype, numbers):
     rows = Rows(device, numbers, 64, dict(grads=(C, np.float32)), {})
-    blocks, norm, grads = 8 * device.multiprocessors, rows.new(2 + 8 * device.multiprocessors), rows.arrays["grads"]
+    blocks, norm, grads = (8 * device.multiprocessors, rows.new(2 + 8 * device.multiprocessors),
+                           rows.arrays["grads"])
     norm[...] = 0
     device.launch("global_norm", blocks, norm, grads, grads.size)
     parts = (grads[i : i + PART // C] for i in range(0, rows.N, PART // C))
     wish = math.sqrt(sum(float((x.astype(np.float64) ** 2).sum()) for x in parts))
     found = float(device.get(norm)[0])
-    check(f"global_norm {dtype} of {grads.size:,}", abs(found / wish - 1) <= 1e-5, f"{found} {wish}")
+    check(f"global_norm {dtype} of {grads.size:,}", abs(found / wish - 1) <= 1e-5,
+          f"{found} {wish}")
 
 
 @large(40)
 def test_adamw(device, dtype, numbers):
     """All in one tensor, which decays."""
     low = dict(low=(C, LOW)) if dtype == "bf16" else {}
-    rows = Rows(device, numbers, 64, dict(params=(C, device.real), **low, grads=(C, np.float32), m=(C, np.float32),
-                                          v=(C, np.float32)), {})
+    rows = Rows(device, numbers, 64, dict(params=(C, device.real), **low, grads=(C, np.float32),
+                                          m=(C, np.float32), v=(C, np.float32)), {})
     for i in range(0, rows.N, PART // C):
         part = rows.arrays["v"][i : i + PART // C]
         part[...] = abs(part)
@@ -355,8 +377,8 @@ def test_adamw(device, dtype, numbers):
 
     def launch(a, n):
         device.put(starts, np.uint64([0, n * C]))
-        device.launch("adamw", n * C, a.params, getattr(a, "low", None), a.grads, a.m, a.v, starts, decayed, 1, n * C,
-                      settings, verdict)
+        device.launch("adamw", n * C, a.params, getattr(a, "low", None), a.grads, a.m, a.v, starts,
+                      decayed, 1, n * C, settings, verdict)
 
     rows.check(f"adamw {dtype}", launch, ["params", *low, "m", "v"])
 
@@ -370,10 +392,11 @@ def test_planted_faults(device_name):
 
 
 def run_planted(i):
-    """Run the test of fault i in a process of its own, since a GPU that read a wrong address takes no further work."""
+    """Run the test of fault i in a process of its own, since a GPU that read a wrong address takes
+    no further work."""
     test = f"dev/tests/test_large.py::test_{PLANTED[i][0]}"
-    return subprocess.run([sys.executable, "-m", "pytest", test, "--device", "cuda", "--plant", str(i)], cwd=TOP,
-                          capture_output=True, text=True)
+    return subprocess.run([sys.executable, "-m", "pytest", test, "--device", "cuda", "--plant",
+                           str(i)], cwd=TOP, capture_output=True, text=True)
 
 
 @pytest.mark.longest

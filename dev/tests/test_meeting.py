@@ -1,8 +1,9 @@
-"""Test how ranks find each other, speak, and notice that one is gone: without a trainer, MPI or a GPU.
+"""Test how ranks find each other, speak, and notice that one is gone: without a trainer, MPI or a
+GPU.
 
-Meetings are held in threads of this process, or, where one may kill another, in small processes. A stranger knows the
-protocol from dev/features/ranks/meeting.py's first lines alone. Jobs of the trainer itself are in
-dev/tests/test_rank_jobs.py.
+Meetings are held in threads of this process, or, where one may kill another, in small processes. A
+stranger knows the protocol from dev/features/ranks/meeting.py's first lines alone. Jobs of the
+trainer itself are in dev/tests/test_rank_jobs.py.
 """
 import contextlib
 import hmac
@@ -41,30 +42,36 @@ def an_end():
 @fast
 def test_what_launchers_say():
     """Their variables, alone and within each other; and lists of hosts as Slurm writes them."""
-    ompi = {f"OMPI_COMM_WORLD_{name}": str(i) for i, name in enumerate(("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"), 4)}
+    ompi = {f"OMPI_COMM_WORLD_{name}": str(i)
+            for i, name in enumerate(("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"), 4)}
     torchrun = dict(RANK="3", WORLD_SIZE="16", LOCAL_RANK="1", LOCAL_WORLD_SIZE="8")
     slurm = dict(SLURM_PROCID="9", SLURM_NTASKS="16", SLURM_LOCALID="1")
     mpich = dict(PMI_RANK="2", PMI_SIZE="4", MPI_LOCALRANKID="0", MPI_LOCALNRANKS="2")
     for name, environment, wish in (
-            ("nobody", {}, None), ("torchrun", torchrun, (3, 16, 1, 8)), ("Open MPI", ompi, (4, 5, 6, 7)),
+            ("nobody", {}, None), ("torchrun", torchrun, (3, 16, 1, 8)),
+            ("Open MPI", ompi, (4, 5, 6, 7)),
             ("srun", slurm, (9, 16, 1, 1)), ("MPICH", mpich, (2, 4, 0, 2)),
-            ("torchrun in a step", torchrun | slurm, (3, 16, 1, 8)), ("Open MPI in a step", ompi | slurm, (4, 5, 6, 7)),
+            ("torchrun in a step", torchrun | slurm, (3, 16, 1, 8)),
+            ("Open MPI in a step", ompi | slurm, (4, 5, 6, 7)),
             ("MPICH in a step", mpich | slurm, (2, 4, 0, 2)),
             ("srun with PMI", slurm | dict(PMI_RANK="9", PMI_SIZE="16"), (9, 16, 1, 1)),
             ("a step of its own size", slurm | dict(SLURM_STEP_NUM_TASKS="12"), (9, 12, 1, 1)),
-            ("a shell of salloc", dict(SLURM_NTASKS="16", SLURM_PROCID="0", SLURM_STEP_NUM_TASKS="1"), None),
+            ("a shell of salloc",
+             dict(SLURM_NTASKS="16", SLURM_PROCID="0", SLURM_STEP_NUM_TASKS="1"), None),
             ("torchrun, alone", torchrun | dict(WORLD_SIZE="1"), None),
             ("srun, alone", slurm | dict(SLURM_NTASKS="1"), None)):
         found = launched(environment)
         check(f"launched by {name}", (found and found[1:]) == wish, f"{found}")
     for nodes, wish in (("gpu[03-05,9],login1", "gpu03"), ("a1,b2", "a1"), ("n7", "n7"), ("", ""),
-                        ("c3-[001,004]", "c3-001"), ("r[1-2]n[3-4]", "r1n3"), ("gpu[7]-ib,x", "gpu7-ib")):
+                        ("c3-[001,004]", "c3-001"), ("r[1-2]n[3-4]", "r1n3"),
+                        ("gpu[7]-ib,x", "gpu7-ib")):
         check(f"the first of {nodes!r}", first_host(nodes) == wish, first_host(nodes))
 
 
 @fast
 def test_strangers(folder):
-    """Ranks find each other by a file of their user's. Others are not let in, and stop nobody. Later nothing listens.
+    """Ranks find each other by a file of their user's. Others are not let in, and stop nobody.
+    Later nothing listens.
     """
     ranks = [Meeting.__new__(Meeting) for _ in range(3)]
     with mock.patch.dict(os.environ, {"TRAIN_GPT2_WAIT": "15"}), ThreadPoolExecutor(6) as pool:
@@ -81,15 +88,18 @@ def test_strangers(folder):
             """Whether rank 0 lets in who says this, and proves that it knows the token too."""
             with socket.create_connection(address, timeout=10) as link:
                 numbers = struct.pack("<II", rank, count)
-                proof = hmac.digest(word.encode(), link.recv(32, socket.MSG_WAITALL) + numbers, "sha256")
+                proof = hmac.digest(word.encode(), link.recv(32, socket.MSG_WAITALL) + numbers,
+                                    "sha256")
                 link.sendall(numbers + proof)
-                return link.recv(32, socket.MSG_WAITALL) == hmac.digest(word.encode(), proof, "sha256")
+                return link.recv(32, socket.MSG_WAITALL) == hmac.digest(word.encode(), proof,
+                                                                        "sha256")
 
         silent = socket.create_connection(address)
         with socket.create_connection(address) as garbage:
             garbage.sendall(secrets.token_bytes(4000))
         for name, *words in (("with another token", 1, 3, "another"), ("of another count", 1, 4),
-                             ("that is rank 0", 0, 3), ("beyond the count", 3, 3), ("far beyond it", 2**32 - 1, 3)):
+                             ("that is rank 0", 0, 3), ("beyond the count", 3, 3),
+                             ("far beyond it", 2**32 - 1, 3)):
             check(f"a stranger {name} is not let in", not come(*words))
         second = join(1)
         while not getattr(ranks[1], "links", {}):
@@ -109,23 +119,27 @@ def test_strangers(folder):
             """Exchange 22 subjects at once, in another order on each rank."""
             subjects = [str(i * (meeting.rank + 1) % 23) for i in range(1, 23)]
             with ThreadPoolExecutor(22) as threads:
-                answers = threads.map(lambda name: (name, meeting.exchange([meeting.rank, name], name)), subjects)
+                answers = threads.map(lambda name: (name, meeting.exchange([meeting.rank, name],
+                                                                           name)), subjects)
                 return dict(answers)
 
         wish = {str(i): [[rank, str(i)] for rank in range(3)] for i in range(1, 23)}
         check("several subjects at once", list(pool.map(talk, ranks)) == [wish] * 3)
-        long = list(pool.map(lambda meeting: meeting.exchange("x" * 10**6 * meeting.rank, "much"), ranks))
+        long = list(pool.map(lambda meeting: meeting.exchange("x" * 10**6 * meeting.rank, "much"),
+                             ranks))
         check("long messages", [list(map(len, one)) for one in long] == 3 * [[0, 10**6, 2 * 10**6]])
         stops = [[], [15], []]
         told = list(pool.map(lambda meeting: meeting.agree(stops[meeting.rank], False), ranks))
-        check("a signal of one rank stops all", told == [True] * 3 and stops == [[15]] * 3, f"{stops}")
+        check("a signal of one rank stops all", told == [True] * 3 and stops == [[15]] * 3,
+              f"{stops}")
         list(pool.map(Meeting.leave, ranks))
         check("all part", not any(meeting.watcher.is_alive() for meeting in ranks))
 
 
 @fast
 def test_impostors(folder):
-    """A rank trusts neither a program that answers in rank 0's place, nor a file that others could have written."""
+    """A rank trusts neither a program that answers in rank 0's place, nor a file that others could
+    have written."""
     def answer(server):
         with contextlib.suppress(OSError):
             while True:
@@ -135,11 +149,12 @@ def test_impostors(folder):
                 link.sendall(bytes(32))
 
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
-        known = {"TRAIN_GPT2_PORT": str(server.getsockname()[1]), "TRAIN_GPT2_TOKEN": "word", "TRAIN_GPT2_WAIT": "1"}
+        known = {"TRAIN_GPT2_PORT": str(server.getsockname()[1]), "TRAIN_GPT2_TOKEN": "word",
+                 "TRAIN_GPT2_WAIT": "1"}
         pool.submit(answer, server)
         with mock.patch.dict(os.environ, known):
-            check_refusal("an impostor", r"rank 1 of 2 has not been let in at .* \(another program answers there\)",
-                          Meeting, 1, 2, 2, None)
+            check_refusal("an impostor", r"rank 1 of 2 has not been let in at .* \(another program "
+                          r"answers there\)", Meeting, 1, 2, 2, None)
         server.shutdown(socket.SHUT_RDWR)
     point = Point(2, 2, folder)
     point.path.write_text("127.0.0.1 1 word")
@@ -149,7 +164,8 @@ def test_impostors(folder):
             found = point.find()
         except ValueError:
             found = None
-        check(f"a file of mode {mode:o}", found == (("127.0.0.1", 1) if mode == 0o600 else None), f"{found}")
+        check(f"a file of mode {mode:o}", found == (("127.0.0.1", 1) if mode == 0o600 else None),
+              f"{found}")
 
 
 started = []  # processes, none of which outlives the tests
@@ -160,15 +176,18 @@ def children(folder, text, count, *words):
     folder.mkdir()
     path = folder / "child.py"
     path.write_text(f"import os, signal, sys, time\nsys.path.insert(0, {str(TOP)!r})\n"
-                    f"import dev.features.ranks.launch, dev.features.ranks.meeting\nrank = int(sys.argv[1])\n{text}")
-    jobs = [subprocess.Popen([sys.executable, path, str(rank), *words], text=True, stdout=subprocess.PIPE,
-                             stderr=subprocess.PIPE, cwd=folder) for rank in range(count)]
+                    "import dev.features.ranks.launch, dev.features.ranks.meeting\nrank = "
+                    f"int(sys.argv[1])\n{text}")
+    jobs = [subprocess.Popen([sys.executable, path, str(
+        rank), *words], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=folder)
+            for rank in range(count)]
     started.extend(jobs)
     return jobs
 
 
 HANGS = """
-dev.features.ranks.meeting.SILENCE, dev.features.ranks.meeting.BEAT, (what, who) = 2, 0.2, sys.argv[2:]
+dev.features.ranks.meeting.SILENCE, dev.features.ranks.meeting.BEAT = 2, 0.2
+what, who = sys.argv[2:]
 meeting = dev.features.ranks.meeting.Meeting(rank, 3, 3, ".")
 meeting.exchange(None, "the start")
 print("here", flush=True)
@@ -181,14 +200,15 @@ time.sleep(60)
 
 
 def test_hangs(folder):
-    """Who does not come, or gives no sign of life, is named and killed, and all the others end. They say the same if
-    somebody else has killed it, after three quarters of the time."""
+    """Who does not come, or gives no sign of life, is named and killed, and all the others end.
+    They say the same if somebody else has killed it, after three quarters of the time."""
     late, silent = "process {pid} has not come to the next step, where others have waited for 1", (
         "process {pid}, has given no sign of life for [23]")
     cases = [("late", 2, late), ("late", 0, late), ("stopped", 1, silent), ("stopped", 0, silent),
              ("stopped, killed", 1, silent.replace("[23]", "[123]")),
              ("all", 0, "no rank comes to the next step: rank 0, 1, 2 at its end")]
-    jobs = [children(folder / f"{what} {rank}", HANGS, 3, what, str(rank)) for what, rank, _ in cases]
+    jobs = [children(folder / f"{what} {rank}", HANGS, 3, what, str(rank))
+            for what, rank, _ in cases]
     for (what, rank, _), job in zip(cases, jobs):
         for process in job:
             process.stdout.readline()
@@ -205,7 +225,8 @@ def test_hangs(folder):
               and not any("is gone" in text for text in texts), "".join(texts).strip())
         codes = [process.returncode for process in job]
         hung = codes.pop(rank) if what != "all" else 1
-        check(f"{what} {rank}: all end", set(codes) == {1} and hung in (1, -9)["stopped" in what :], f"{codes}, {hung}")
+        check(f"{what} {rank}: all end", set(codes) == {1} and hung in (1, -9)["stopped" in what :],
+              f"{codes}, {hung}")
 
 
 GPUS = """
@@ -236,7 +257,8 @@ def runs(process):
 def test_gpus(folder):
     """--gpus tells its processes their ranks, passes signals on, and leaves none behind."""
     for how, number, status in (("all end", 0, 0), ("one fails", 0, 3), ("one killed", 0, 1),
-                                ("a signal", signal.SIGTERM, 1), ("killed itself", signal.SIGKILL, -signal.SIGKILL)):
+                                ("a signal", signal.SIGTERM, 1),
+                                ("killed itself", signal.SIGKILL, -signal.SIGKILL)):
         [job] = children(folder / how, GPUS, 1, how)
         lines = sorted(job.stdout.readline().split() for _ in range(3))
         if number:
@@ -245,7 +267,10 @@ def test_gpus(folder):
         variables = [f"{rank} {rank} 3 3 127.0.0.1 32".split() for rank in range(3)]
         time.sleep(0.2)
         left = [line[-1] for line in lines if runs(line[-1])]
-        for what, ok in (("variables", [line[:-1] for line in lines] == variables), ("nothing is left", not left),
+        for what, ok in (("variables", [line[:-1] for line in lines] == variables),
+                         ("nothing is left", not left),
                          ("exit status", job.returncode == status),
-                         ("who was killed", ("rank 2 was ended by SIGKILL" in errors) == (how == "one killed"))):
-            check(f"--gpus, {how}: {what}", ok, f"{lines}, {left}, {job.returncode}, {errors}" * (not ok))
+                         ("who was killed",
+                          ("rank 2 was ended by SIGKILL" in errors) == (how == "one killed"))):
+            check(f"--gpus, {how}: {what}", ok,
+                  f"{lines}, {left}, {job.returncode}, {errors}" * (not ok))

@@ -1,6 +1,8 @@
-"""Test -sl and -sg against z-scores from llm.c's own program, and runs that resume with other windows.
+"""Test -sl and -sg against z-scores from llm.c's own program, and runs that resume with other
+windows.
 
-dev/lab/kernels/outliers.py has the kernel's formula in NumPy, and dev/tests/test_resume.py skips updates in a run.
+dev/lab/kernels/outliers.py has the kernel's formula in NumPy, and dev/tests/test_resume.py skips
+updates in a run.
 """
 import contextlib
 import json
@@ -29,7 +31,8 @@ SMALL = Config(maxT=8, V=11, L=1, NH=2, C=64, Vp=32)
 @fast
 def test_z_scores(device_name):
     """In a series of losses with one outlier, the z-scores are those that llm.c prints, also when
-    they are read some steps later, and only the outlier's update is skipped. The same with norms."""
+    they are read some steps later, and only the outlier's update is skipped. The same with
+    norms."""
     device = (Cpu("fp32", SMALL, [SOURCE], only=("judge", "skip_outliers"))
               if device_name == "cpu" else make_device("cuda", "fp32", SMALL, beside=[SOURCE]))
     for limits, loss_first in ((("-sl", "11"), True), (("-sg", "11"), False)):
@@ -47,7 +50,8 @@ def test_z_scores(device_name):
         z, others = np.array(found).T[:: 1 if loss_first else -1]
         name = limits[0]
         yield f"{name}: none", np.isnan(z[:128]), np.full(128, True), EXACT
-        yield f"{name}: z-scores", z[[128, 150, 151]], (-0.489751907, 11.1962549, -0.0313269258), 1e-5
+        yield (f"{name}: z-scores", z[[128, 150, 151]], (-0.489751907, 11.1962549, -0.0313269258),
+               1e-5)
         yield f"{name}: z-scores of equal values", others[128:], np.zeros(24), EXACT
         later = [model.z_scores(step) for step in range(152 - WINDOW + 1, 153)]
         yield f"{name}: read later", np.float32(later), np.float32(found[-WINDOW:]), EXACT
@@ -74,8 +78,8 @@ def test_runs(device_name):
                 tokens = np.random.default_rng(count).integers(257, size=count)
                 write_tokens(folder / f"{part}.bin", tokens.astype(np.int32))
         plain = folder / "plain"
-        train(device_name, plain, "-e", TINY, "-i", folder / "train.bin", "-j", folder / "val.bin", "-b",
-              2, "-t", 8, "-v", 0, "-s", 0, "--dtype", "fp32", "-n", 2, "-x", 2)
+        train(device_name, plain, "-e", TINY, "-i", folder / "train.bin", "-j", folder / "val.bin",
+              "-b", 2, "-t", 8, "-v", 0, "-s", 0, "--dtype", "fp32", "-n", 2, "-x", 2)
         notes = json.loads((plain / "run_00000002.json").read_text())
         check("no limit: no windows", not notes.keys() & {"windows", "seen"})
 
@@ -100,7 +104,8 @@ def test_runs(device_name):
                 check(f"{name}: they are gone", not after.keys() & {"windows", "seen"})
                 continue
             found = re.search(r"^step +3/3 \| loss (\S+) \| norm +(\S+) ", text, re.M)
-            wish, seen = np.array(before.get("windows", np.zeros((2, WINDOW)))), before.get("seen", [0])
+            wish, seen = (np.array(before.get("windows", np.zeros((2, WINDOW)))),
+                          before.get("seen", [0]))
             wish[:, seen[0] % WINDOW] = [float(x) for x in found.groups()]
             check(f"{name}: one more seen", after["seen"] == [seen[0] + 1], after["seen"])
             yield f"{name}: afterwards", np.array(after["windows"]), wish, 1e-5

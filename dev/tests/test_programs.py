@@ -13,11 +13,13 @@ from dev.tests.checks import TOP
 
 PROGRAMS = (  # the longest first. The other files whose tests test_gpt2 runs are among pytest's
     "dev.lab --check --dtype fp32, sanitized", "test_gpt2 --device cpu --dtype bf16",
-    "test_gpt2 --device cpu --dtype fp32, without other files", "test_gpt2 --device cpu --dtype tf32",
+    "test_gpt2 --device cpu --dtype fp32, without other files",
+              "test_gpt2 --device cpu --dtype tf32",
     "dev.lab --check --dtype bf16", "dev.lab --check --dtype tf32")
 LONGEST = (
     "dev.tests.mutants", "dev.bench.compile_kernels", "dev.lab --check --races --dtype bf16",
-    "dev.lab --check --races --dtype tf32", "pytest dev/tests/test_kills.py -k killed_runs --kills 200",
+    "dev.lab --check --races --dtype tf32",
+    "pytest dev/tests/test_kills.py -k killed_runs --kills 200",
     "pytest dev/tests/test_ranks.py -k killed_ranks --kills 50",
     "pytest dev/lab/tests/test_first_evening.py --checked 99",
     "pytest dev/tests/test_gelu_products.py -k planted --faults 99")
@@ -25,11 +27,13 @@ LONGEST = (
 
 def library_of(name):
     """The path of one of the compiler's libraries, such as a sanitizer's."""
-    done = subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True)
+    done = subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True,
+                          check=True)
     return done.stdout.strip()
 
 
-@pytest.mark.parametrize("program", [*PROGRAMS, *(pytest.param(x, marks=pytest.mark.longest) for x in LONGEST)])
+@pytest.mark.parametrize("program", [*PROGRAMS, *(pytest.param(x, marks=pytest.mark.longest)
+                                                  for x in LONGEST)])
 def test_program(program):
     command, _, how = program.partition(", ")
     start, more = ["-m", *command.split()], {}
@@ -38,10 +42,12 @@ def test_program(program):
                 "ASAN_OPTIONS": "detect_leaks=0",
                 "LD_PRELOAD": f"{library_of('libasan.so')} {library_of('libubsan.so')}"}
     elif how:
-        start[:2] = ["-c", "import sys, test_gpt2; test_gpt2.OTHERS = (); sys.exit(test_gpt2.main())"]
-    done = subprocess.run([sys.executable, *start], cwd=TOP, env=os.environ | more, text=True, errors="replace",
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        start[:2] = ["-c",
+                     "import sys, test_gpt2; test_gpt2.OTHERS = (); sys.exit(test_gpt2.main())"]
+    done = subprocess.run([sys.executable, *start], cwd=TOP, env=os.environ | more, text=True,
+                          errors="replace", stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     lines = done.stdout.splitlines()
     wrong = [line for line in lines if line.startswith(("FAIL", "error:", "SURVIVED"))]
     if done.returncode:
-        pytest.fail("\n".join([*wrong, *lines[-20:], f"exit status {done.returncode}"]), pytrace=False)
+        pytest.fail("\n".join([*wrong, *lines[-20:], f"exit status {done.returncode}"]),
+                    pytrace=False)

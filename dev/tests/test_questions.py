@@ -11,14 +11,16 @@ import pytest
 from dev.data import hellaswag
 from dev.features.hellaswag_score import Example, read_examples
 from dev.tests.checks import check, check_refusal, header_refusal
-from dev.tests.documents import byte_ids, check_command, command, in_process, write_jsonl, write_parquet
+from dev.tests.documents import (byte_ids, check_command, command, in_process, write_jsonl,
+                                 write_parquet)
 from dev.tests.fake_hub import a_hub, downloaded, serve
 from dev.tests.trainings import file_of
 from prepro_tinyshakespeare import UserError, gpt2_encoding
 
 
 def example_of(row, encode=byte_ids):
-    return Example(row["label"], encode(row["ctx"]), [encode(" " + ending) for ending in row["endings"]])
+    return Example(row["label"], encode(row["ctx"]),
+                   [encode(" " + ending) for ending in row["endings"]])
 
 
 def some_rows(folder):
@@ -34,7 +36,8 @@ def some_rows(folder):
 
 def test_questions(folder):
     """The same file from the hub and from local files of both kinds."""
-    wish, out = file_of([*map(example_of, some_rows(folder))]), folder / "data" / "hellaswag" / "hellaswag_val.bin"
+    wish, out = (file_of([*map(example_of, some_rows(folder))]),
+                 folder / "data" / "hellaswag" / "hellaswag_val.bin")
     with a_hub():
         serve({"Rowan/hellaswag": {"c" * 40: {
             "data/test-00000-of-00001.parquet": b"",
@@ -42,13 +45,15 @@ def test_questions(folder):
         result = command("hellaswag", folder, die_at=0.5)
         ok = result[0] == -signal.SIGKILL and not out.exists() and len(downloaded()) == 1
         check("hellaswag.py, killed", ok, "" if ok else result)
-        check_command("hellaswag.py, again", "hellaswag_val.bin: 9 questions\n", command("hellaswag", folder))
+        check_command("hellaswag.py, again", "hellaswag_val.bin: 9 questions\n",
+                      command("hellaswag", folder))
         check("hellaswag.py, again: the download is kept", len(downloaded()) == 1, downloaded())
         said = in_process(hellaswag, "--output", out)
-        check("hellaswag.py, once more", "hellaswag_val.bin: 9 questions, is there already" in said, said)
+        check("hellaswag.py, once more", "hellaswag_val.bin: 9 questions, is there already" in said,
+              said)
         serve({}, {"Rowan/hellaswag": "404"})
-        check_refusal("hellaswag.py", r"Rowan/hellaswag, data: the hub has no such thing \(404\)", in_process,
-                      hellaswag, "--output", folder / "other.bin")
+        check_refusal("hellaswag.py", r"Rowan/hellaswag, data: the hub has no such thing \(404\)",
+                      in_process, hellaswag, "--output", folder / "other.bin")
     check(f"{out.name}", out.read_bytes() == wish)
     for name in ("val.jsonl", "val.parquet"):
         in_process(hellaswag, "--input", folder / name, "--output", folder / f"{name}.bin")
@@ -58,7 +63,8 @@ def test_questions(folder):
 def test_refusals(folder):
     """Bad rows, questions that are too long, and files that are none of questions."""
     good, *_ = some_rows(folder)
-    long = good | {"ctx": "x" * (32767 - 10 - len(b"".join(b" " + ending.encode() for ending in good["endings"])))}
+    long = good | {"ctx": "x" * (32767 - 10 - len(b"".join(b" " + ending.encode()
+                                                           for ending in good["endings"])))}
     path = folder / "bad.bin"
 
     def write(*rows):
@@ -69,12 +75,14 @@ def test_refusals(folder):
     write(good | {"ctx": " ", "endings": ["", " ", "\ud800", "\n"]})
     check("the smallest question is read", len(read_examples(path, 50257)) == 1)
     write(good, long)
-    check("the longest question", path.read_bytes() == file_of([example_of(good), example_of(long)]))
+    check("the longest question",
+          path.read_bytes() == file_of([example_of(good), example_of(long)]))
     for wish, *changes in (
             (r"bad.jsonl: row 2: its label is .*; expected one of 0 to 3",
              *({"label": label} for label in ("", 4, -1, "x", None, True))),
             ("bad.jsonl: row 2: expected ctx to be a text and endings to be 4 texts", {"ctx": None},
-             *({"endings": endings} for endings in ("abcd", ["a"] * 3, ["a"] * 5, ["a", "b", "c", 4]))),
+             *({"endings": endings} for endings in ("abcd", ["a"] * 3, ["a"] * 5,
+                                                    ["a", "b", "c", 4]))),
             ("bad.jsonl: row 2: its ctx is empty; expected the beginning of a text", {"ctx": ""}),
             ("question 2 takes 65,536 bytes; expected at most 65,534", {"ctx": long["ctx"] + "x"}),
             ("the input has no question", None)):
@@ -82,7 +90,8 @@ def test_refusals(folder):
             check_refusal("hellaswag.py", wish, write, *((good, good | change) if change else ()))
             check("hellaswag.py writes nothing then", not path.exists())
     path.write_bytes(b"\1\0\0\0" * 256)
-    check_refusal("hellaswag.py", f"bad.bin: .*{header_refusal((1, 1), hellaswag.EVAL_FILE)}", in_process, hellaswag,
+    check_refusal("hellaswag.py", f"bad.bin: .*{header_refusal((1, 1), hellaswag.EVAL_FILE)}",
+                  in_process, hellaswag,
                   "--output", path)
 
 
@@ -93,7 +102,7 @@ def test_vocabulary(folder):
     except UserError as e:
         pytest.skip(f"GPT-2's words: {e}")
     rows = some_rows(folder)
-    subprocess.run([sys.executable, "-m", "dev.data.hellaswag", "--input", "val.jsonl", "--output", "questions.bin"],
-                   cwd=folder, check=True, capture_output=True)
+    subprocess.run([sys.executable, "-m", "dev.data.hellaswag", "--input", "val.jsonl", "--output",
+                    "questions.bin"], cwd=folder, check=True, capture_output=True)
     wish = file_of([example_of(row, encode) for row in rows])
     check("hellaswag.py with GPT-2's words", (folder / "questions.bin").read_bytes() == wish)

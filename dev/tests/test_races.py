@@ -1,5 +1,5 @@
-"""Test that races are found, and nothing else: in small kernels, in exercises, in all versions of the lab, and where a
-barrier counts for nothing.
+"""Test that races are found, and nothing else: in small kernels, in exercises, in all versions of
+the lab, and where a barrier counts for nothing.
 """
 import functools
 import os
@@ -33,8 +33,10 @@ struct half { unsigned short bits; };
 struct Two { half x[2]; };
 __device__ float scratch[256];
 """
-SHARED, WARP, BLOCKS, ATOMIC, COPY = ("no __syncthreads.. comes between", "of one warp, and no __syncwarp",
-                                      "Blocks run in any order", "An atomic access does not protect", "on its way")
+SHARED, WARP, BLOCKS, ATOMIC, COPY = ("no __syncthreads.. comes between",
+                                      "of one warp, and no __syncwarp",
+                                      "Blocks run in any order",
+                                      "An atomic access does not protect", "on its way")
 WITHIN = f"block (.) .*block \\1 .*({SHARED}|{WARP})"  # of one block
 BETWEEN = r"block (.) .*block (?!\1)"
 
@@ -317,14 +319,16 @@ SMALL = (
     __syncthreads();
     out[i] = part[t];  //!
 """),
-    Small("a copy that only its thread waits for", rf"part.\d+.: .*copies asynchronously to.*{SHARED}", """
+    Small("a copy that only its thread waits for",
+          rf"part.\d+.: .*copies asynchronously to.*{SHARED}", """
     __shared__ float part[64];
     copy4(part + t, inp + i, true);  //!
     copies_end();
     wait_for_copies<0>();
     out[i] = part[63 - t];  //!
 """),
-    Small("a copy of the next round that comes too early", rf"part.\d+.: .*copies asynchronously to.*{SHARED}", """
+    Small("a copy of the next round that comes too early",
+          rf"part.\d+.: .*copies asynchronously to.*{SHARED}", """
     __shared__ float part[64];
     for (int round = 0; round < 2; round++) {
         copy4(part + t, inp + i, true);  //!
@@ -354,9 +358,11 @@ def test_small_kernels(folder):
     """In small kernels: the place, both lines, and why; or nothing."""
     path, text, marked = folder / "small.cu", HEAD, {}
     for number, (_, _, body) in enumerate(SMALL):
-        text += (f'BLOCK(64, threads)\nextern "C" __global__ void kernel{number}(float* out, float* inp, int* counter, '
-                 "half* low) {\n    [[maybe_unused]] int t = threadIdx.x, b = blockIdx.x, i = 64 * b + t;")
-        marked[number] = {text.count("\n") + j + 1 for j, line in enumerate(body.split("\n")) if line.endswith("//!")}
+        text += (f'BLOCK(64, threads)\nextern "C" __global__ void kernel{number}(float* out, '
+                 'float* inp, int* counter, ' "half* low) {\n    [[maybe_unused]] int t = "
+                 "threadIdx.x, b = blockIdx.x, i = 64 * b + t;")
+        marked[number] = {text.count("\n") + j + 1 for j, line in enumerate(body.split("\n"))
+                          if line.endswith("//!")}
         text += f"{body}}}\n"
     path.write_text(text)
 
@@ -368,7 +374,8 @@ def test_small_kernels(folder):
         device.set_order(order)
         for number, (name, wish, _) in enumerate(SMALL):
             if order != "forward" and "counter" in SMALL[number].body:
-                continue  # a block that waits for one that has not begun; a last block that is not the last
+                # A block that waits for one that has not begun; a last block that is not the last.
+                continue
             out, inp = (np.ones(512, np.float32) for _ in range(2))
             counter, low = np.zeros(4, np.int32), np.zeros(512, np.uint16)
             found, lines = "", set()
@@ -415,15 +422,18 @@ ATTENTION = """
     }
 """
 EXERCISES = (  # name, exercise, body, what is said, or "" if it is right
-    ("atomic", "encoder_backward", ENCODER.replace("ADD", "atomicAdd(dwpe + (size_t)(row % T) * C + c, d);"), ""),
-    ("half atomic", "encoder_backward", ENCODER.replace("ADD", "dwpe[(size_t)(row % T) * C + c] += d;"),
+    ("atomic", "encoder_backward",
+     ENCODER.replace("ADD", "atomicAdd(dwpe + (size_t)(row % T) * C + c, d);"), ""),
+    ("half atomic", "encoder_backward",
+     ENCODER.replace("ADD", "dwpe[(size_t)(row % T) * C + c] += d;"),
      r"race on dwpe\[\d+,\d+\]: .*line (\d+): dwpe.*line \1: dwpe.*"),
     ("half of the sums atomic", "encoder_backward", ENCODER.replace("ADD", """
     float* p = dwpe + (size_t)(row % T) * C + c;
     if (row % 2) atomicAdd(p, d);
     else *p += d;"""), r"race on dwpe\[\d+,\d+\]: .*line \d+: .*An atomic access does not protect"),
     ("a row of scores each", "attention_forward", ATTENTION.replace("ROW", "i"), ""),
-    ("two heads share a row of scores", "attention_forward", ATTENTION.replace("ROW", "(b * T + t)"),
+    ("two heads share a row of scores", "attention_forward",
+     ATTENTION.replace("ROW", "(b * T + t)"),
      r"race on att\[\d+,\d+,\d+,\d+\]: .*line \d+: .*line \d+: "),
 )
 
@@ -454,18 +464,22 @@ def test_lab(folder):
     """All versions of the lab's kernels, the trainer's among them, are without races."""
     task, names = compiled_lab()
     for name in names:
-        report = workers.run_ladder(find_ladder(name), task, lambda line: None, lambda what: None, {})
-        check(f"{name}: {report.checks} launches", report.checks and not report.failures, report.failures or "")
+        report = workers.run_ladder(find_ladder(name), task, lambda line: None, lambda what: None,
+                                    {})
+        check(f"{name}: {report.checks} launches", report.checks and not report.failures,
+              report.failures or "")
 
 
 # Where a kernel's usual shape does not come by a barrier: (function, number) -> sizes.
 SIZES = {("layernorm_backward", 1): "B=2,T=10,C=1600", ("sum_over_row", 1): "B=1,T=5,C=4096",
          ("encoder_backward_wte", 2): "B=5,T=50,C=32,V=3,share=0"}
 ON_HOPPER = {("arrivals_start", 1): "arrivals_start() {\n    __shared__",
-             ("wait_for_tiles", 2): "wait_for_tiles(Arrivals& arrivals) {", ("store_rows", 1): "store_rows"}
+             ("wait_for_tiles", 2): "wait_for_tiles(Arrivals& arrivals) {",
+             ("store_rows", 1): "store_rows"}
 APART = "see barriers_of_others"
 NOT_FOUND = {  # (function, number): why not
-    ("block_reduce", 2): f"no race: where the trainer calls two of a kind, a barrier is between them; {APART}",
+    ("block_reduce", 2): "no race: where the trainer calls two of a kind, a barrier is between "
+               f"them; {APART}",
     ("store_turned", 1): APART, ("gelu_backward_to_fp8", 1): APART,
 }
 
@@ -507,14 +521,16 @@ def test_barriers_of_others(folder):
     few = type("Few", (Cpu,), dict(__init__=functools.partialmethod(Cpu.__init__, only=only)))
     in_fp8 = with_fp8(few)("fp8", Config(C=64, NH=1), (FP8,))
     numbers = np.ones((2, 64), np.float32)
-    twins, weights, scales = np.zeros((2, 64, 64), np.uint8), np.zeros((64, 64), BF16), np.ones((1, 4), np.float32)
+    twins, weights, scales = (np.zeros((2, 64, 64), np.uint8), np.zeros((64, 64), BF16),
+                              np.ones((1, 4), np.float32))
     sums = np.zeros((1, 64), np.float32)
     for device, barrier, name, *arguments in (
             (twice, ("block_reduce", 2), "twice", 64, *numbers),
             (in_fp8, ("gelu_backward_to_fp8", 1), "gelu_backward_to_fp8", 1, *twins, scales, sums,
              weights, weights, 64, 64, 64),
             (in_fp8, ("store_turned", 1), "transpose_fp8", 1, *twins, 64, 64, 64)):
-        [mutant] = (m for m in mutants.barriers(every=True) if (m.where, int(m.kind.split()[1])) == barrier)
+        [mutant] = (m for m in mutants.barriers(every=True)
+                    if (m.where, int(m.kind.split()[1])) == barrier)
         device.launch(name, *arguments)
         device.library.races_ignore(mutant.file.encode(), mutants.line_of(mutant))
         found = refusal(device.launch, name, *arguments)
@@ -522,8 +538,8 @@ def test_barriers_of_others(folder):
 
 
 def without_barrier(device, ladder, sizes, mutant):
-    """The first race in a ladder's versions if a barrier counts for nothing, or None. What has a number is of that
-    version, and what has none of a late one."""
+    """The first race in a ladder's versions if a barrier counts for nothing, or None. What has a
+    number is of that version, and what has none of a late one."""
     bench, number = Bench(ladder, device, sizes), re.search(r"_\w+?(\d)", mutant.where)
     versions = ladder.versions[int(number[1]) - 1 :][:1] if number else ladder.versions[::-1]
     device.library.races_ignore(mutant.file.encode(), mutants.line_of(mutant))

@@ -19,8 +19,8 @@ from dev.features.checkpoints.resume import load_state
 from dev.features.shuffled_loader import FilesLoader
 from dev.llama3.train_llama3 import Llama3
 from dev.tests.checks import EXACT, FIXTURES, TINY, TOP, check
-from dev.tests.jobs import (BRIEF, POISONED, SMALL, at_call, begin, bytes_of, counts_of, data_files, done_steps, end,
-                            same, train, wrapped)
+from dev.tests.jobs import (BRIEF, POISONED, SMALL, at_call, begin, bytes_of, counts_of, data_files,
+                            done_steps, end, same, train, wrapped)
 from dev.tests.models import device_of
 from dev.tests.trainings import LLAMA
 
@@ -42,8 +42,10 @@ def by_hand(device_name, folder, output, ranks, count, *flags):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     return [begin(device_name, 1, folder, output, *SMALL, *flags, environment={
-        "RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(count),
-        "TRAIN_GPT2_PORT": str(port), "TRAIN_GPT2_TOKEN": "a token", "TRAIN_GPT2_WAIT": "3"}) for rank in ranks]
+        "RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(count),
+        "TRAIN_GPT2_PORT": str(port), "TRAIN_GPT2_TOKEN": "a token", "TRAIN_GPT2_WAIT": "3"})
+            for rank in ranks]
 
 
 def test_refusals(device_name, folder):
@@ -65,26 +67,36 @@ def test_refusals(device_name, folder):
     others_code = f"top = {str(copy)!r} if rank == 1 else top"
     elsewhere = f"os.chdir({str(other)!r} if rank == 1 else {str(folder)!r})"
     for wish, early, *flags in (
-            ("rank 1 on .*: --dry-run is 1, and on rank 0 None", "sys.argv += ['--dry-run'] * (rank == 1)"),
-            (r"rank 1 on .*: the file part_train_1.bin is \w+, and on rank 0 \w+: exp", elsewhere, "-i",
+            ("rank 1 on .*: --dry-run is 1, and on rank 0 None",
+             "sys.argv += ['--dry-run'] * (rank == 1)"),
+            (r"rank 1 on .*: the file part_train_1.bin is \w+, and on rank 0 \w+: exp", elsewhere,
+             "-i",
              "part_train_*.bin"),
-            (r"rank 1 on .*: the file gpt2_tiny.bin is \w+, and on rank 0 \w+: exp", elsewhere, "-e", TINY.name),
+            (r"rank 1 on .*: the file gpt2_tiny.bin is \w+, and on rank 0 \w+: exp", elsewhere,
+             "-e", TINY.name),
             (r"rank 1 on .*: the file prepro_tinyshakespeare.py is \w+, and on", others_code),
             (r"-d 40: expected a multiple of ranks\*B\*T = 16", "", "-d", 40),
-            (r"part_train_1.bin: 149 tokens; expected 161", "", "-i", folder / "part_train_1.bin", "-b", 10),
-            *[("several ranks on CPUs need MPI, which is not there", "sys.modules['mpi4py'] = None"),
-              ("--gpus 3: Open MPI has started 2 ranks: expected no", "", "--gpus", 3)] * (device_name == "cpu")):
+            (r"part_train_1.bin: 149 tokens; expected 161", "", "-i", folder / "part_train_1.bin",
+             "-b", 10),
+            *[("several ranks on CPUs need MPI, which is not there",
+               "sys.modules['mpi4py'] = None"),
+              ("--gpus 3: Open MPI has started 2 ranks: expected no", "", "--gpus",
+               3)] * (device_name == "cpu")):
         output = folder / "out" / secrets.token_hex(4)
-        text = train(device_name, 2, folder, output, *SMALL, *flags, trainer=wrapped(folder, early), status=1)
+        text = train(device_name, 2, folder, output, *SMALL, *flags, trainer=wrapped(folder, early),
+                     status=1)
         lines = set(re.findall("^error: .*", text, re.M))
         ok = len(lines) == 1 and re.search(wish, *lines) and "step    1/" not in text
         check(f"refused: {wish[:54]}", ok, text[-300:] * (not ok))
 
     for wish, ranks, count, *flags in (
-            ("rank 1, 3 of 4 has not come to 127.0.0.1:.* in 3 s: expected all to be started", (0, 2), 4),
-            ("rank 1 of 2 has not been let in at 127.0.0.1:.* in 3 s .*: expected rank 0 to run", (1,), 2),
+            ("rank 1, 3 of 4 has not come to 127.0.0.1:.* in 3 s: expected all to be started",
+             (0, 2), 4),
+            ("rank 1 of 2 has not been let in at 127.0.0.1:.* in 3 s .*: expected rank 0 to run",
+             (1,), 2),
             *[("MPI has made this rank 0 of 1, and the launcher rank 0 of 2: on CPUs", (0, 1), 2),
-              ("--gpus 2: there is no GPU, or --device cpu", (0,), 1, "--gpus", 2)] * (device_name == "cpu")):
+              ("--gpus 2: there is no GPU, or --device cpu", (0,), 1, "--gpus",
+               2)] * (device_name == "cpu")):
         since = time.monotonic()
         jobs = by_hand(device_name, folder, folder / "hand", ranks, count, *flags)
         text = "".join([end(job, 1, "no job") for job in jobs])
@@ -128,9 +140,10 @@ def test_lost_ranks(device_name, folder):
     layer = "train_gpt2.GPT2.layer_backward"  # of which a step has two
     for case, (fault, rank, where, number, wish) in enumerate((
             ("os.kill(os.getpid(), 9)", 0, layer, 11, gone),  # the next, while others wait for it
-            ("time.sleep(1); os.kill(os.getpid(), 9)", 1, f"dev.features.ranks.ranks.{connect}.__init__", 1,
-             gone),
-            ("1 / 0", 1, "dev.features.shuffled_loader.FilesLoader.batch", 6, ": ZeroDivisionError: division by zero"),
+            ("time.sleep(1); os.kill(os.getpid(), 9)", 1,
+             f"dev.features.ranks.ranks.{connect}.__init__", 1, gone),
+            ("1 / 0", 1, "dev.features.shuffled_loader.FilesLoader.batch", 6,
+             ": ZeroDivisionError: division by zero"),
             ("os.kill(os.getpid(), signal.SIGSTOP)", 1, layer, 11, late),
             ("time.sleep(99)", 1, layer, 11, None))):
         fault_at = at_call(where, number, fault, rank)
@@ -153,7 +166,8 @@ def test_signals(device_name, folder):
     flags = *SMALL, "-x", 6, "-z", 1, "--dtype", "bf16", "--moments", "bf16"
     llama = dict(trainer=LLAMA, model=TIED)
     train(device_name, count, folder, folder / "whole", *flags, "-n", 6, **llama)
-    fault = at_call("dev.features.shuffled_loader.FilesLoader.batch", 7, "os.kill(os.getpid(), signal.SIGTERM)")
+    fault = at_call("dev.features.shuffled_loader.FilesLoader.batch", 7,
+                    "os.kill(os.getpid(), signal.SIGTERM)")
     program = wrapped(folder, late=fault, Model="dev.llama3.train_llama3.Llama3")
     text = train(device_name, count, folder, output, *flags, trainer=program, model=TIED,
                  status=143)

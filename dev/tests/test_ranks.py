@@ -2,8 +2,9 @@
 
     pytest dev/tests/test_ranks.py --kills 50       # more kills than the usual 2
 
-State files are read, and the loader's way through the data is counted, by code that shares nothing with the trainer.
-dev/tests/test_rank_jobs.py has how jobs begin and end, dev/tests/test_meeting.py what needs no training.
+State files are read, and the loader's way through the data is counted, by code that shares nothing
+with the trainer. dev/tests/test_rank_jobs.py has how jobs begin and end, dev/tests/test_meeting.py
+what needs no training.
 """
 import contextlib
 import io
@@ -33,16 +34,19 @@ from dev.features.seams import GPT2, Training
 from dev.features.shuffled_loader import FilesLoader
 from dev.lab.kernels.adamw import halves
 from dev.tests.checks import EXACT, FIXTURES, TINY, check
-from dev.tests.jobs import (BRIEF, COUNTS, POISONED, SMALL, begin, begun, bytes_of, close, counts_of, curve, data_files,
-                            done_steps, end, one_speaks, ranks_of, same, train, wrapped)
+from dev.tests.jobs import (BRIEF, COUNTS, POISONED, SMALL, begin, begun, bytes_of, close,
+                            counts_of, curve, data_files, done_steps, end, one_speaks, ranks_of,
+                            same, train, wrapped)
 from dev.tests.models import device_of
 from dev.tests.trainings import LLAMA, TRAINER, file_of, parse_state, random_examples, without
 from train_gpt2 import BF16, to_float
 
 CASTS = "gradient_to_wire", "gradient_from_wire"
 MICROS = {1: 6, 2: 3, 3: 2}  # micro-batches of a step, by the number of ranks
-# The fixture's tensors in a file's order, (matrices, numbers of one): Vp = 384, maxT = 40, L = 2, C = 64
-TENSORS = [(1, 384 * 64), (1, 40 * 64), (2, 64), (2, 64), (2, 192 * 64), (2, 192), (2, 64 * 64), (2, 64), (2, 64),
+# The fixture's tensors in a file's order, (matrices, numbers of one): Vp = 384, maxT = 40, L = 2, C
+# = 64
+TENSORS = [(1, 384 * 64), (1, 40 * 64), (2, 64), (2, 64), (2, 192 * 64), (2, 192), (2, 64 * 64),
+           (2, 64), (2, 64),
            (2, 64), (2, 256 * 64), (2, 256), (2, 64 * 256), (2, 64), (1, 64), (1, 64)]
 
 
@@ -84,18 +88,20 @@ def test_same_losses(device_name, folder):
         poisoned = dict(trainer=wrapped(folder, late=POISONED))
         if model:
             kind = dict(trainer=LLAMA, model=FIXTURES / model)
-            poisoned = dict(trainer=wrapped(folder, late=POISONED, Model="dev.llama3.train_llama3.Llama3"))
+            poisoned = dict(trainer=wrapped(folder, late=POISONED,
+                                            Model="dev.llama3.train_llama3.Llama3"))
         expected = curve(train(device_name, 1, folder, folder / f"{name} 1", *flags, **kind))
         for count, zero in cases:
             case = f"{name}, {count} ranks, -z {zero}"
-            text = train(device_name, count, folder, folder / case, *flags, "-z", zero, **kind | poisoned)
+            text = train(device_name, count, folder, folder / case, *flags, "-z", zero,
+                         **kind | poisoned)
             close(case, curve(text), expected, *((2e-2, 3e-2) if dtype == "fp8" else ()))
             one_speaks(case, text, zero)
 
 
 def test_places_of_shares(device_name, folder):
-    """With --zero, the numbers that a rank has are told by places as the pieces are that it keeps of whole tensors.
-    The rows that pad wte are found in the shares of the gradients."""
+    """With --zero, the numbers that a rank has are told by places as the pieces are that it keeps
+    of whole tensors. The rows that pad wte are found in the shares of the gradients."""
     place, c = device_of(device_name, "fp32", 64, 2), Config.from_file(TINY)
     for count in (2, 3, 5, 64):
         found, padding = [], []
@@ -105,10 +111,12 @@ def test_places_of_shares(device_name, folder):
             place.put(whole, np.arange(whole.size))
             model.set_tensors((), model.master)  # keeps the share of what is staged there
             kept, starts = master_numbers(model), place.get(model.adam.starts).tolist()
-            for start, stop, first, piece, stride in zip(starts, starts[1:], *place.get(model.adam.places).tolist()):
+            for start, stop, first, piece, stride in zip(starts, starts[1:],
+                                                         *place.get(model.adam.places).tolist()):
                 j = np.arange(stop - start)
                 number = first + j // piece * stride + j % piece
-                found.append((kept[start:stop] == number) | (kept[start:stop] == 0))  # 0 behind the last piece
+                # 0 behind the last piece.
+                found.append((kept[start:stop] == number) | (kept[start:stop] == 0))
                 own = int((kept[start:stop] > 0).sum())
                 assert own >= piece - 1, f"{own} numbers in a piece of {piece}"
             model.set_tensors((), [model.share_views("grad share")])
@@ -118,9 +126,11 @@ def test_places_of_shares(device_name, folder):
 
 
 def test_rounded_moments(device_name, folder):
-    """In bf16, two ranks have the losses of one process. Moments in bf16, and parameters, are rounded to the same bits
-    with -z 1 as without, where the same gradients are summed. Parameters are the upper halves of the states'."""
-    flags = *BRIEF, "--shuffle", 0, "--dtype", "bf16", "--moments", "bf16", "--clip", 0, "-u", 0, "-x", 4, "-n", 4
+    """In bf16, two ranks have the losses of one process. Moments in bf16, and parameters, are
+    rounded to the same bits with -z 1 as without, where the same gradients are summed. Parameters
+    are the upper halves of the states'."""
+    flags = (*BRIEF, "--shuffle", 0, "--dtype", "bf16", "--moments", "bf16", "--clip", 0, "-u", 0,
+             "-x", 4, "-n", 4)
     expected, sets = curve(train(device_name, 1, folder, folder / "1", *flags)), []
     for zero in (0, 1):
         text = train(device_name, 2, folder, folder / f"2 {zero}", *flags, "-z", zero)
@@ -133,25 +143,30 @@ def test_rounded_moments(device_name, folder):
 
 
 def test_evaluations(device_name, folder):
-    """A validation's loss is the mean over the same batches, and HellaSwag's score that of all examples, however many
-    ranks share them. Three ranks divide neither the five batches nor the seven examples; of two ranks and one example,
-    one has none. With --zero, the parameters are gathered first."""
+    """A validation's loss is the mean over the same batches, and HellaSwag's score that of all
+    examples, however many ranks share them. Three ranks divide neither the five batches nor the
+    seven examples; of two ranks and one example, one has none. With --zero, the parameters are
+    gathered first."""
     c, scores = Config.from_file(TINY), []
     model = GPT2(c, device_of(device_name, "fp32", 64, 2), 10, 40)
     model.set_parameters(read_parameters(TINY, c))
-    tokens = np.fromfile(folder / "part_val_0.bin", "<u2", offset=1024)[: 10 * 40 + 1].astype(np.int32)
+    tokens = np.fromfile(folder / "part_val_0.bin", "<u2", offset=1024)[: 10 * 40 + 1].astype(
+        np.int32)
     truth = model.forward(tokens[:-1].reshape(10, 40), tokens[1:].reshape(10, 40))
     for count, examples in ((1, 7), (counts_of(device_name)[-1], 7), (2, 1)):
         (folder / "examples.bin").write_bytes(file_of(random_examples(257)[:examples]))
-        text = train(device_name, count, folder, folder / f"{count} {examples}", "-i", folder / "part_val_0.bin",
-                     "-t", 40, "-d", 80 * count, "-v", 1, "-m", 5, "-x", 1, "-n", 0, "-s", 1, "-l", 0, "-z", 1,
+        text = train(device_name, count, folder, folder / f"{count} {examples}", "-i",
+                     folder / "part_val_0.bin",
+                     "-t", 40, "-d", 80 * count, "-v", 1, "-m", 5, "-x", 1, "-n", 0, "-s", 1, "-l",
+                     0, "-z", 1,
                      "--dtype", "fp32", "--hellaswag", folder / "examples.bin",
                      trainer=wrapped(folder, late=POISONED))
         losses = np.array(re.findall(r"^val loss (\S+)$", text, re.M), float)
         yield f"validation on {count} ranks", losses, [truth, truth], 2e-6
         check(f"sample on {count} ranks", text.count("generating:") == 1)
         scores += re.findall(r"^HellaSwag: (\d+/\d+)", text, re.M)
-    same_scores = len({*scores[:-1]}) == 1 and scores[0].endswith("/7") and scores[-1] in ("0/1", "1/1")
+    same_scores = (len({*scores[:-1]}) == 1 and scores[0].endswith("/7") and
+                   scores[-1] in ("0/1", "1/1"))
     check("HellaSwag on one rank, and on others", same_scores, f"{scores}")
 
 
@@ -174,10 +189,13 @@ def test_casts(device_name):
     """Gradients are rounded to bf16 and read back as NumPy does it, from any place in memory on."""
     c = Config(maxT=8, V=11, L=1, NH=2, C=64, Vp=32)
     on_cpu = device_name == "cpu"
-    device = Cpu("fp32", c, [SUMS], only=CASTS) if on_cpu else make_device("cuda", "fp32", c, beside=[SUMS])
+    device = (Cpu("fp32", c, [SUMS], only=CASTS)
+              if on_cpu else make_device("cuda", "fp32", c, beside=[SUMS]))
     bits = np.random.default_rng(2).integers(2**32, size=1037, dtype=np.uint32)
-    bits[:6] = 0x3F808000, 0x3F818000, 0x3F807FFF, 0x3F808001, 1, 0x80000000  # ties, and what is next to one
-    bits[6:11] = 0x7F800000, 0xFF800000, 0x7F800001, 0xFFFFFFFF, 0x7F7FFFFF  # infinities, NaNs, the largest
+    # Ties, and what is next to one.
+    bits[:6] = 0x3F808000, 0x3F818000, 0x3F807FFF, 0x3F808001, 1, 0x80000000
+    # Infinities, NaNs, the largest.
+    bits[6:11] = 0x7F800000, 0xFF800000, 0x7F800001, 0xFFFFFFFF, 0x7F7FFFFF
     x, wire, back = (device.empty(4 * 1040).view(kind) for kind in (np.float32, BF16, np.float32))
     device.put(x[1:1038], bits.view(np.float32))
     device.launch("gradient_to_wire", 1037, wire[3:1040], x[1:1038], 1037)
@@ -188,11 +206,13 @@ def test_casts(device_name):
 
 
 def test_bf16_sums(device_name, folder):
-    """With --sums bf16 the gradients of matrices and embeddings are bf16, and close to those of one process. Those of
-    biases and norms stay fp32. After a step from zero, m is a tenth of the gradient."""
+    """With --sums bf16 the gradients of matrices and embeddings are bf16, and close to those of one
+    process. Those of biases and norms stay fp32. After a step from zero, m is a tenth of the
+    gradient."""
     matrix = np.concatenate([np.full(n * size, size > 1000) for n, size in TENSORS])
     count, found = counts_of(device_name)[-1], []
-    flags = *SMALL, "-d", 16 * count, "--shuffle", 0, "--dtype", "fp32", "--clip", 0, "-x", 1, "-n", 1
+    flags = (*SMALL, "-d", 16 * count, "--shuffle", 0, "--dtype", "fp32", "--clip", 0, "-x", 1,
+             "-n", 1)
     for ranks, zero in ((1, 0), (count, 0), (count, 1)):
         output = folder / f"{ranks} {zero}"
         train(device_name, ranks, folder, output, *flags, "-z", zero, "--sums", "bf16",
@@ -207,12 +227,13 @@ def test_bf16_sums(device_name, folder):
         yield f"-z {zero}: numbers of bf16", gradient, to_float(to_bf16(gradient)), 1e-6
 
 
-# ---- State files, read by hand (sections a and i of llm.c's formats), and loaders, recounted (section f)
+# ---- State files, read by hand (sections a and i of llm.c's formats), and loaders, recounted
+# (section f)
 
 
 def read_state(path, count, rank, zero):
-    """The fields of a rank's state file, and its m, v and parameters: each the tensors (matrices, numbers of one); with
-    ZeRO the pieces of all matrices, and behind those of rank 0 the tails."""
+    """The fields of a rank's state file, and its m, v and parameters: each the tensors (matrices,
+    numbers of one); with ZeRO the pieces of all matrices, and behind those of rank 0 the tails."""
     fields, data, at = parse_state(path)
     shapes, arrays = TENSORS, []
     if zero:
@@ -223,7 +244,8 @@ def read_state(path, count, rank, zero):
         arrays.append(np.frombuffer(data, "<f4", n * size, at).reshape(n, size))
         at += 4 * n * size
     if fields["header"][5]:
-        fields["shards"], [n] = struct.unpack_from("<Q3i", data, at)[1:], struct.unpack_from("<Q", data, at + 20)
+        fields["shards"], [n] = (struct.unpack_from("<Q3i", data, at)[1:],
+                                 struct.unpack_from("<Q", data, at + 20))
         fields["order"], at = struct.unpack_from(f"<{n}i", data, at + 28), at + 28 + 4 * n
         fields["left"] = struct.unpack_from("<i", data, at + 8)
         fields["key"] = struct.unpack_from("<624I", data, at + 16)
@@ -233,9 +255,10 @@ def read_state(path, count, rank, zero):
 
 
 def merged(output, step, count, zero):
-    """m, v and parameters (3, numbers of a file) from the state files of all ranks, and their fields. Without ZeRO each
-    rank has them all."""
-    states = [read_state(output / f"state_{step:08d}_{rank:05d}.bin", count, rank, zero) for rank in range(count)]
+    """m, v and parameters (3, numbers of a file) from the state files of all ranks, and their
+    fields. Without ZeRO each rank has them all."""
+    states = [read_state(output / f"state_{step:08d}_{rank:05d}.bin", count, rank, zero)
+              for rank in range(count)]
     sets = []
     for shares in zip(*(arrays for _, arrays in states)):
         wholes, tails = [], iter(shares[0][len(TENSORS) :])
@@ -246,7 +269,8 @@ def merged(output, step, count, zero):
             wholes.append(np.concatenate(parts, axis=1).reshape(-1))
         sets.append(np.concatenate(wholes))
         if not zero:
-            assert all(np.array_equal(a, b) for share in shares for a, b in zip(share, shares[0])), "ranks differ"
+            assert all(np.array_equal(a, b) for share in shares
+                       for a, b in zip(share, shares[0])), "ranks differ"
     return np.stack(sets), [fields for fields, _ in states]
 
 
@@ -254,7 +278,8 @@ class Walk:
     """A rank's way through the training files."""
 
     def __init__(self, rank, ranks, shuffle, B=1, T=8):
-        self.twister, self.shuffle, self.tokens = np.random.RandomState(42 + rank), shuffle, ranks * B * T
+        self.twister, self.shuffle, self.tokens = (np.random.RandomState(42 + rank), shuffle,
+                                                   ranks * B * T)
         self.shards, self.shard = self.permuted([0, 1, 2]), -1
         self.next_shard()
 
@@ -280,22 +305,26 @@ class Walk:
     def state(self):
         """Shard, sample, and what a shuffle is at."""
         _, key, used, *_ = self.twister.get_state()
-        return [self.shard, self.sample, *self.shuffle * (*self.shards, *self.order, max(1, 625 - used), *key)]
+        return [self.shard, self.sample,
+                *self.shuffle * (*self.shards, *self.order, max(1, 625 - used), *key)]
 
 
 def place_of(fields):
     """The same of a state file."""
-    shuffle = fields["header"][5] and (*fields["shards"], *fields["order"], *fields["left"], *fields["key"])
+    shuffle = fields["header"][5] and (*fields["shards"], *fields["order"], *fields["left"],
+                                       *fields["key"])
     return [fields["shard"], fields["sample"], *(shuffle or ())]
 
 
 def moved(count, others):
-    return f"the run had {count} ranks until step 3, and has {others} from now on: the data goes on with the next file"
+    return (f"the run had {count} ranks until step 3, and has {others} from now on: the data goes "
+            "on with the next file")
 
 
 def test_slots(device_name, folder):
     """Rank r reads slot r of each batch; with shuffle, in an order of its own."""
-    tokens = np.concatenate([np.fromfile(folder / f"part_train_{i}.bin", "<u2", offset=1024) for i in range(3)])
+    tokens = np.concatenate([np.fromfile(folder / f"part_train_{i}.bin", "<u2", offset=1024)
+                             for i in range(3)])
     starts, c = np.cumsum((0, *COUNTS)), Config(V=257)
     for count, shuffle in ((1, 0), (2, 0), (3, 0), (2, 1), (3, 1)):
         for rank in range(count):
@@ -303,33 +332,42 @@ def test_slots(device_name, folder):
             walk, found, expected = Walk(rank, count, shuffle), [], []
             for _ in range(90 // count):
                 walk.advance(1)
-                start = starts[walk.shards[walk.shard]] + 8 * (walk.order[walk.sample - 1] * count + rank)
+                start = starts[walk.shards[walk.shard]] + 8 * (
+                    walk.order[walk.sample - 1] * count + rank)
                 expected += [tokens[start : start + 8], tokens[start + 1 : start + 9]]
                 found += [part.reshape(-1) for part in data.next_batch()]
-            yield f"of rank {rank} of {count}, --shuffle {shuffle}", np.stack(found), np.stack(expected), EXACT
+            yield (f"of rank {rank} of {count}, --shuffle {shuffle}", np.stack(found),
+                   np.stack(expected), EXACT)
 
 
 def test_saved_runs(device_name, folder):
-    """Ranks have the losses and AdamW's numbers of one process. State files are llm.c's, and hold all that a run needs
-    to go on, on as many ranks, or on any others."""
-    flags, runs, most = (*SMALL, "--dtype", "fp32", "-x", 6, "-n", 3), {}, counts_of(device_name)[-1]
+    """Ranks have the losses and AdamW's numbers of one process. State files are llm.c's, and hold
+    all that a run needs to go on, on as many ranks, or on any others."""
+    flags, runs, most = ((*SMALL, "--dtype", "fp32", "-x", 6, "-n", 3), {},
+                         counts_of(device_name)[-1])
     flags += "-s", 2, "-g", 2  # a sample alone, a checkpoint alone, both
     for count, zero, shuffle in ((1, 0, 0), (2, 0, 0), (most, 1, 0), (2, 0, 1)):
-        name, whole = f"{count} ranks, -z {zero}, --shuffle {shuffle}", folder / f"{count} {zero} {shuffle}"
-        text = train(device_name, count, folder, whole, *flags, "-z", zero, "--shuffle", shuffle, "--log-ranks", 1,
-                     trainer=wrapped(folder, late=POISONED) if zero else TRAINER)
+        name, whole = (f"{count} ranks, -z {zero}, --shuffle {shuffle}",
+                       folder / f"{count} {zero} {shuffle}")
+        text = train(device_name, count, folder, whole, *flags, "-z", zero, "--shuffle", shuffle,
+                     "--log-ranks", 1, trainer=wrapped(folder, late=POISONED) if zero else TRAINER)
         for step in (3, 6):
             sets, fields = merged(whole, step, count, zero)
             model = np.fromfile(whole / f"model_{step:08d}.bin", "<f4", offset=1024)
-            yield f"{name}, step {step}: the merged parameters are the model's", sets[2], model, EXACT
+            yield (f"{name}, step {step}: the merged parameters are the model's", sets[2], model,
+                   EXACT)
             headers = [(field["header"], field["step"], field["zeros"]) for field in fields]
             wish = [((20240527, 1, count, rank, 1, shuffle), step, []) for rank in range(count)]
-            check(f"{name}, step {step}: headers", headers == wish, f"{headers}" * (headers != wish))
-            places = [Walk(rank, count, shuffle).advance(step * MICROS[count]).state() for rank in range(count)]
+            check(f"{name}, step {step}: headers", headers == wish,
+                  f"{headers}" * (headers != wish))
+            places = [Walk(rank, count, shuffle).advance(step * MICROS[count]).state()
+                      for rank in range(count)]
             check(f"{name}, step {step}: places in the data", [*map(place_of, fields)] == places)
         runs[count, zero, shuffle] = merged(whole, 3, count, zero)[0]
-        losses = [re.findall(r"step .* norm +\S+", path.read_text()) for path in sorted(whole.glob("rank_0000?.txt"))]
-        check(f"{name}: --log-ranks", [*map(len, losses)] == (count - 1) * [6] and losses[1:] == losses[:-1])
+        losses = [re.findall(r"step .* norm +\S+", path.read_text())
+                  for path in sorted(whole.glob("rank_0000?.txt"))]
+        check(f"{name}: --log-ranks",
+              [*map(len, losses)] == (count - 1) * [6] and losses[1:] == losses[:-1])
         if count == 1:
             truth, numbers = curve(text), sets
         elif not shuffle:
@@ -339,19 +377,24 @@ def test_saved_runs(device_name, folder):
                 yield f"{name}: {what} of one process", sets[i], numbers[i], 1e-5
         else:
             again = without(whole, folder / f"{whole.name} again", 6)
-            text = train(device_name, count, folder, again, *flags, "-z", zero, "--shuffle", shuffle, "-y", 1)
+            text = train(device_name, count, folder, again, *flags, "-z", zero, "--shuffle",
+                         shuffle, "-y", 1)
             same(f"{name}, resumed", bytes_of(again, count, 6), bytes_of(whole, count, 6))
-            warnings = [line for line in re.findall("WARNING.*", text) if not re.search("tiktoken|token ids", line)]
+            warnings = [line for line in re.findall("WARNING.*", text)
+                        if not re.search("tiktoken|token ids", line)]
             check(f"{name}, resumed: without a warning", not warnings, warnings)
     for (count, before, shuffle), sets in runs.items():
         for others, zero in ((1, 0), (2, 0), (2, 1), (3, 0), (3, 1)):
-            loaded(device_name, folder, folder / f"{count} {before} {shuffle}", shuffle, count, sets, others, zero)
+            loaded(device_name, folder, folder / f"{count} {before} {shuffle}", shuffle, count,
+                   sets, others, zero)
     for count, zero, other, other_zero in ((1, 0, 2, 1), (most, 1, most - 1, 0)):
-        yield from went_on(device_name, folder, folder / f"{count} {zero} 0", count, zero, other, other_zero)
+        yield from went_on(device_name, folder, folder / f"{count} {zero} 0", count, zero, other,
+                           other_zero)
 
 
 def loaded(device_name, folder, saved, shuffle, count, sets, others, zero):
-    """What each of some ranks has in memory, and writes again, when it has read the state of a run after 3 steps."""
+    """What each of some ranks has in memory, and writes again, when it has read the state of a run
+    after 3 steps."""
     name, c = f"{saved.name} read by {others} {zero}", Config.from_file(TINY)
     place = device_of(device_name, "fp32", 64, 2)
     wrong = []
@@ -370,19 +413,24 @@ def loaded(device_name, folder, saved, shuffle, count, sets, others, zero):
             walk.shard, walk.tokens = old.shard, others * 8
             walk.next_shard()
         for what, right in (
-                ("parameters", place.get(model.arenas["parameters"]).tobytes() == sets[2].tobytes()),
+                ("parameters",
+                 place.get(model.arenas["parameters"]).tobytes() == sets[2].tobytes()),
                 ("place", place_of(read_state(path, others, rank, zero)[0]) == walk.state()),
                 ("line", (moved(count, others) in said.getvalue()) == (others != count)),
-                ("size", not zero or model.arenas["adam m"].nbytes < 1.03 * sets[0].nbytes / others)):
+                ("size",
+                 not zero or model.arenas["adam m"].nbytes < 1.03 * sets[0].nbytes / others)):
             wrong += [] if right else [f"{what} of rank {rank}"]
-    wrong += [] if np.array_equal(merged(folder, 99, others, zero)[0], sets) else ["m, v and master"]
+    wrong += ([]
+              if np.array_equal(merged(folder, 99, others, zero)[0], sets) else ["m, v and master"])
     check(f"{name}: all tensors, and the place in the data", not wrong, ", ".join(wrong))
 
 
 def went_on(device_name, folder, saved, count, zero, other, other_zero):
-    """A run that goes on on other ranks, after 3 steps, does what one process does from a state merged by hand."""
+    """A run that goes on on other ranks, after 3 steps, does what one process does from a state
+    merged by hand."""
     flags = *SMALL, "--dtype", "fp32", "--shuffle", 0, "-y", 1, "-x", 6, "-n", 6
-    saved, name = without(saved, folder / f"{saved.name} before", 6), f"{saved.name} on {other} {other_zero}"
+    saved, name = (without(saved, folder / f"{saved.name} before", 6),
+                   f"{saved.name} on {other} {other_zero}")
     sets, [field, *_] = merged(saved, 3, count, zero)
     ours, alone = (shutil.copytree(saved, folder / f"{name}, {what}") for what in ("ours", "alone"))
     header = np.zeros(256, "<i4")
@@ -392,7 +440,8 @@ def went_on(device_name, folder, saved, count, zero, other, other_zero):
     text = train(device_name, other, folder, ours, *flags, "-z", other_zero)
     close(name, curve(text), truth)
     for i, what in enumerate("mv"):
-        yield f"{name}: {what} later", merged(ours, 6, other, other_zero)[0][i], merged(alone, 6, 1, 0)[0][i], 1e-4
+        yield (f"{name}: {what} later", merged(ours, 6, other, other_zero)[0][i],
+               merged(alone, 6, 1, 0)[0][i], 1e-4)
     check(f"{name}: a line says what the data does", moved(count, other) in text)
 
 
@@ -400,7 +449,8 @@ def went_on(device_name, folder, saved, count, zero, other, other_zero):
 
 
 def whole_ones(output, count, zero):
-    """The steps of the checkpoints that DONE files promise, after reading the states of all ranks."""
+    """The steps of the checkpoints that DONE files promise, after reading the states of all
+    ranks."""
     for step in (steps := done_steps(output)):
         merged(output, step, count, zero)
         json.loads((output / f"run_{step:08d}.json").read_text())
@@ -408,19 +458,23 @@ def whole_ones(output, count, zero):
 
 
 def test_killed_ranks(device_name, folder, kills):
-    """A job of which ranks are killed at random moments, and which goes on each time, ends with the same bytes."""
-    flags, steps, count, chance = ("-x", 10, "-n", 1, "-nk", 2, "-z", 1, "--dtype", "fp32"), 10, 2, random.Random(1)
+    """A job of which ranks are killed at random moments, and which goes on each time, ends with the
+    same bytes."""
+    flags, steps, count, chance = (("-x", 10, "-n", 1, "-nk", 2, "-z", 1, "--dtype", "fp32"), 10, 2,
+                                   random.Random(1))
     output, killed = folder / "killed", 0
     train(device_name, count, folder, folder / "whole", *BRIEF, *flags)
     expected = bytes_of(folder / "whole", count, steps)
     output.mkdir()
     (output / "ranks_0123456789ab").touch()  # of a job that was killed before its ranks had met
     while killed < kills:
-        job = begin(device_name, count, folder, output, *BRIEF, *flags, "-y", 1, environment={"TRAIN_GPT2_WAIT": "5"})
+        job = begin(device_name, count, folder, output, *BRIEF, *flags, "-y", 1,
+                    environment={"TRAIN_GPT2_WAIT": "5"})
         if killed % 3 == 1:  # while it starts
             time.sleep(chance.random())
         else:
-            begun(job, min(steps, max(whole_ones(output, count, 1), default=0) + chance.randint(1, 4)))
+            begun(job,
+                  min(steps, max(whole_ones(output, count, 1), default=0) + chance.randint(1, 4)))
             while killed % 3 == 0 and job.poll() is None and not any(output.glob("*.tmp")):
                 time.sleep(1e-4)  # it hits a file that is being written
         with contextlib.suppress(KeyError, ProcessLookupError):
@@ -428,20 +482,24 @@ def test_killed_ranks(device_name, folder, kills):
             killed += 1
         text = end(job, None, output)
         assert job.returncode in (0, 1), f"exit status {job.returncode}: {text[-300:]}"
-        # The exit status does not say so: mpirun's is 0, too, if the other rank cannot start MPI after the kill.
+        # The exit status does not say so: mpirun's is 0, too, if the other rank cannot start MPI
+        # after the kill.
         if steps in whole_ones(output, count, 1):
             same(f"after {killed} kills", bytes_of(output, count, steps), expected)
             shutil.rmtree(output)
     train(device_name, count, folder, output, *BRIEF, *flags, "-y", 1)
     same(f"after {killed} kills", bytes_of(output, count, steps), expected)
-    check("after kills: the newest two are left", whole_ones(output, count, 1) == [steps - 1, steps])
+    check("after kills: the newest two are left",
+          whole_ones(output, count, 1) == [steps - 1, steps])
     left = sorted(path.name for path in output.iterdir()
-                  if not re.search(f"_000000({steps - 1:02d}|{steps})|main.log|run_00000000", path.name))
+                  if not re.search(f"_000000({steps - 1:02d}|{steps})|main.log|run_00000000",
+                                   path.name))
     check("after kills: nothing else is left", not left, f"{left}")
 
 
 def test_full_disk(device_name, folder):
-    """A state that one rank cannot write leaves no checkpoint of its step, and does not end the training."""
+    """A state that one rank cannot write leaves no checkpoint of its step, and does not end the
+    training."""
     program, output = wrapped(folder, late="""
 from dev.features.checkpoints import background_writer
 real = background_writer.replace_file
@@ -452,7 +510,9 @@ def replace(path, chunks):
 background_writer.replace_file = replace
 """), folder / "full"
     text = train(device_name, 2, folder, output, *BRIEF, "-x", 3, "-n", 1, trainer=program)
-    line = re.search("WARNING: no checkpoint of step 2: .*No space left.*; the newest whole one is of step 1", text)
-    check("a full disk of rank 1: a line", line and text.count("WARNING") == 1, text[-300:] * (not line))
+    line = re.search("WARNING: no checkpoint of step 2: .*No space left.*; the newest whole one is "
+                     "of step 1", text)
+    check("a full disk of rank 1: a line", line and text.count("WARNING") == 1,
+          text[-300:] * (not line))
     yield "of rank 1: whole checkpoints", whole_ones(output, 2, 0), [1, 3], EXACT
     yield "of rank 1: what is left of the others", len([*output.glob("*_00000002*")]), 0, EXACT

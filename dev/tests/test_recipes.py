@@ -1,4 +1,5 @@
-"""Test dev/recipes/: the flags that the recipes pass to train_gpt2.py, and the figures in their comments.
+"""Test dev/recipes/: the flags that the recipes pass to train_gpt2.py, and the figures in their
+comments.
 
 Each program that a recipe starts is replaced by one that prints its name and arguments.
 """
@@ -19,7 +20,8 @@ from dev.tests.checks import EXACT, check, fast
 TOP = Path(__file__).resolve().parents[2]
 FLAGS, _ = table_of_flags(train_gpt2.FLAGS, Config)  # of the trainer and its features
 SIZES = {"124M": "d12", "350M": "d24", "774M": "d36", "1558M": "d48"}
-MEASURED = {"124M": "124M bf16 B=64", "350M": "355M bf16 B=8", "1558M": "1558M bf16 B=8"}  # rows of RESULTS.md
+# Rows of RESULTS.md.
+MEASURED = {"124M": "124M bf16 B=64", "350M": "355M bf16 B=8", "1558M": "1558M bf16 B=8"}
 EPOCH = 10_255_324_043  # tokens in the 103 files of FineWeb's 10B
 REFERENCE = 3.2722  # the final validation loss of llm.c's 124M
 
@@ -33,11 +35,13 @@ def run_recipe(folder, name, *further, status=0, **environment):
     copies = folder / "dev" / "recipes"
     shutil.copytree(TOP / "dev/recipes", copies, dirs_exist_ok=True)
     return subprocess.run([copies / name, *further], capture_output=True, text=True, cwd="/",
-                          env=os.environ | {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}"} | environment)
+                          env=os.environ | {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}"} |
+                          environment)
 
 
 def make_data(folder, version):
-    for name in (f"fineweb{version}/fineweb_train_000001.bin", f"fineweb{version}/fineweb_val_000000.bin",
+    for name in (f"fineweb{version}/fineweb_train_000001.bin",
+                 f"fineweb{version}/fineweb_val_000000.bin",
                  "hellaswag/hellaswag_val.bin"):
         (folder / "data" / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / "data" / name).touch()
@@ -46,34 +50,42 @@ def make_data(folder, version):
 def rate_of(label):
     """Tokens/s in the row of dev/RESULTS.md with this label."""
     text = (TOP / "dev/RESULTS.md").read_text(encoding="utf-8")
-    return float(re.search(rf"^\| {label} \| [\d.]+ \| ([\d,]+) \|", text, re.MULTILINE)[1].replace(",", ""))
+    return float(
+        re.search(rf"^\| {label} \| [\d.]+ \| ([\d,]+) \|", text, re.MULTILINE)[1].replace(",", ""))
 
 
 @fast
 def test_sizes(folder):
     """The flags of each size. Its hours and loss follow from the sources that the comment names."""
     text = (TOP / "dev/recipes/gpt2.sh").read_text(encoding="utf-8")
-    table = {size: row.split() for size, row in re.findall(r"^# {5}(\d+M) +(\d.*)$", text, re.MULTILINE)}
+    table = {size: row.split()
+             for size, row in re.findall(r"^# {5}(\d+M) +(\d.*)$", text, re.MULTILINE)}
     check("a row for each size", [*table] == [*SIZES], table)
     models, law = {size: Config.from_descriptor(d) for size, d in SIZES.items()}, {}
     for size, model in SIZES.items():
         version = "100B" if size == "1558M" else "10B"
-        for missing in (f"fineweb{version}/fineweb_train_000001.bin", f"fineweb{version}/fineweb_val_000000.bin",
+        for missing in (f"fineweb{version}/fineweb_train_000001.bin",
+                        f"fineweb{version}/fineweb_val_000000.bin",
                         "hellaswag/hellaswag_val.bin"):
             make_data(folder, version)
             (folder / "data" / missing).unlink()
             done = run_recipe(folder, "gpt2.sh", size)
-            wish = f"error: data/{missing.split('/fineweb_')[0]}.*; python -m dev.data.{missing[:7]}"
+            wish = (f"error: data/{missing.split('/fineweb_')[0]}.*; python -m "
+                    f"dev.data.{missing[:7]}")
             check(f"{size}: without {missing}", done.returncode == 1 and not done.stdout
                   and re.match(wish, done.stderr), done.stderr)
         make_data(folder, version)
         words = run_recipe(folder, "gpt2.sh", size).stdout.splitlines()
         check(f"{size}: the pattern is not expanded by the shell", words[:4] == [
-            "python", "train_gpt2.py", "-i", f"data/fineweb{version}/fineweb_train_*.bin"], words[:4])
+            "python", "train_gpt2.py", "-i", f"data/fineweb{version}/fineweb_train_*.bin"],
+              words[:4])
         flags = parse_flags("", FLAGS, words[2:])
-        check(f"{size}: model and folder", (flags.model, flags.output) == (model, f"log_gpt2_{size}"), flags)
-        check(f"{size}: -d is a multiple of B*T", flags.total_batch % (flags.batch_size * flags.seq_len) == 0)
-        check(f"{size}: llm.c's sequences of a validation", flags.val_batches * flags.batch_size == 160 * 64)
+        check(f"{size}: model and folder",
+              (flags.model, flags.output) == (model, f"log_gpt2_{size}"), flags)
+        check(f"{size}: -d is a multiple of B*T",
+              flags.total_batch % (flags.batch_size * flags.seq_len) == 0)
+        check(f"{size}: llm.c's sequences of a validation",
+              flags.val_batches * flags.batch_size == 160 * 64)
         if version == "10B":
             yield f"{size}: steps of an epoch", flags.steps, EPOCH // flags.total_batch, EXACT
         words = run_recipe(folder, "gpt2.sh", size, "-x", "7").stdout.splitlines()
@@ -94,7 +106,8 @@ def test_sizes(folder):
         yield f"{size}: below 124M", float(figure), law["124M"] - law[size], 2e-3
     for wrong in ([], ["125M"]):
         done = run_recipe(folder, "gpt2.sh", *wrong)
-        check(f"{wrong} is refused", done.returncode == 1 and "expected 124M" in done.stderr, done.stderr)
+        check(f"{wrong} is refused", done.returncode == 1 and "expected 124M" in done.stderr,
+              done.stderr)
 
 
 @fast
@@ -107,14 +120,15 @@ def test_nodes(folder):
     node = dict(NODE_RANK="1", MASTER_ADDR="node0", TRAIN_GPT2_TOKEN="secret")
     for name, environment, launcher in (
             (slurm, job, "srun --cpus-per-task=8 --kill-on-bad-exit=0 python"),
-            (torchrun, node, "torchrun --nnodes=2 --nproc-per-node=8 --node-rank=1 --master-addr=node0 "
-                             "--master-port=29500")):
+            (torchrun, node, "torchrun --nnodes=2 --nproc-per-node=8 --node-rank=1 "
+             "--master-addr=node0 --master-port=29500")):
         launcher = [*launcher.split(), "train_gpt2.py"]
         words = run_recipe(folder, name, "-x", "7", **environment).stdout.splitlines()
         check(f"{name}: its launcher", words[: len(launcher)] == launcher, words[:8])
         flags = parse_flags("", FLAGS, words[len(launcher) :])
         changed = {flag for flag, value in vars(alone).items() if value != getattr(flags, flag)}
-        check(f"{name}: what it changes", changed == {"batch_size", "val_batches", "zero", "steps"}, changed)
+        check(f"{name}: what it changes", changed == {"batch_size", "val_batches", "zero", "steps"},
+              changed)
         tokens = 16 * flags.batch_size * flags.seq_len
         check(f"{name}: 16 ranks have the tokens of a step", tokens == flags.total_batch, tokens)
         sequences = flags.val_batches * flags.batch_size  # of all ranks
@@ -124,15 +138,19 @@ def test_nodes(folder):
             check(f"{name}: without {key}", done.returncode == 1 and not done.stdout
                   and re.fullmatch(r"error: .*; expected .*\n", done.stderr), done.stderr)
 
-    for status, wish in ((143, ["scontrol", "requeue", "7"]), (1, [])):  # after SIGTERM, and after an error
+    # After SIGTERM, and after an error.
+    for status, wish in ((143, ["scontrol", "requeue", "7"]), (1, [])):
         done = run_recipe(folder, slurm, status=status, **job)
         found = done.stdout.splitlines()
         found = found[found.index("scontrol") :] if "scontrol" in found else []
-        check(f"{slurm}: when ranks end with {status}", (done.returncode, found) == (status, wish), found)
+        check(f"{slurm}: when ranks end with {status}", (done.returncode, found) == (status, wish),
+              found)
     text = (TOP / "dev/recipes" / slurm).read_text(encoding="utf-8")
     options = dict(re.findall(r"^#SBATCH --([\w-]+)=?(.*)$", text, re.MULTILINE))
-    wish = dict(nodes="2", signal="TERM@120", requeue="") | {"ntasks-per-node": "8", "gpus-per-node": "8"}
+    wish = dict(nodes="2", signal="TERM@120", requeue="") | {"ntasks-per-node": "8",
+                                                             "gpus-per-node": "8"}
     check(f"{slurm}: what it asks for", wish.items() <= options.items(), options)
-    told = dict(SLURM_STEP_NUM_TASKS="16", SLURM_PROCID="9", SLURM_LOCALID="1", PMI_RANK="9", PMI_SIZE="16")
-    check("a rank of srun, whose PMI says no rank on the machine", launched(told) == ("srun", 9, 16, 1, 1),
-          launched(told))
+    told = dict(SLURM_STEP_NUM_TASKS="16", SLURM_PROCID="9", SLURM_LOCALID="1", PMI_RANK="9",
+                PMI_SIZE="16")
+    check("a rank of srun, whose PMI says no rank on the machine",
+          launched(told) == ("srun", 9, 16, 1, 1), launched(told))

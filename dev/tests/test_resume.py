@@ -1,6 +1,8 @@
-"""Test how runs resume: the fields of state files, the same bytes as without a stop, and smaller batches.
+"""Test how runs resume: the fields of state files, the same bytes as without a stop, and smaller
+batches.
 
-Trainings are small. A state file is read by a parser of llm.c's format that shares no code with the trainer's.
+Trainings are small. A state file is read by a parser of llm.c's format that shares no code with the
+trainer's.
 """
 import contextlib
 import io
@@ -22,8 +24,8 @@ from dev.features.checkpoints.state_file import shuffle_record
 from dev.features.shuffled_loader import FilesLoader
 from dev.lab.kernels.adamw import halves
 from dev.tests.checks import EXACT, FIXTURES, TINY, check, check_refusal, fast
-from dev.tests.trainings import (LLAMA, NUMBERS, bytes_of, call, check_resumed, parse_state, token_files, train,
-                                 without)
+from dev.tests.trainings import (LLAMA, NUMBERS, bytes_of, call, check_resumed, parse_state,
+                                 token_files, train, without)
 
 
 @pytest.fixture(autouse=True)
@@ -41,8 +43,10 @@ def test_state_files(device_name, folder):
             fields, data, at = parse_state(output / f"state_{step:08d}_00000.bin")
             name = f"shuffle {shuffle}, step {step}:"
             yield f"{name} header", fields["header"], (20240527, 1, 1, 0, 1, shuffle), EXACT
-            yield f"{name} step, other fields", [fields["step"], len(fields["zeros"])], [step, 0], EXACT
-            # Where the loader is now, by another walk over the shards: 2 micro-batches of 16 tokens a step.
+            yield (f"{name} step, other fields", [fields["step"], len(fields["zeros"])], [step, 0],
+                   EXACT)
+            # Where the loader is now, by another walk over the shards: 2 micro-batches of 16 tokens
+            # a step.
             twister = np.random.RandomState(42)
 
             def permute(items, twister=twister, first=len if shuffle else lambda items: 0):
@@ -64,12 +68,14 @@ def test_state_files(device_name, folder):
                     order = list(range((counts[shards[shard]] - 1) // 16))
                     permute(order)
                 sample += 1
-            yield f"{name} shard, sample", [fields["shard"], fields["sample"]], [shard, sample], EXACT
+            yield (f"{name} shard, sample", [fields["shard"], fields["sample"]], [shard, sample],
+                   EXACT)
             m, v, master = np.frombuffer(data[at : at + 12 * N], "<f4").reshape(3, N)
             at += 12 * N
             model = np.frombuffer((output / f"model_{step:08d}.bin").read_bytes()[1024:], "<f4")
             yield f"{name} master weights are the model's", master, model, EXACT
-            check(f"{name} m has both signs, v has one", (m < 0).any() and (m > 0).any() and (v >= 0).all() and v.any())
+            check(f"{name} m has both signs, v has one",
+                  (m < 0).any() and (m > 0).any() and (v >= 0).all() and v.any())
             if shuffle:
                 yield f"{name} shards", struct.unpack_from("<Q3i", data, at), [3, *shards], EXACT
                 n = struct.unpack_from("<Q", data, at + 20)[0]
@@ -77,30 +83,37 @@ def test_state_files(device_name, folder):
                 at += 28 + 4 * n
                 seed, left, following = struct.unpack_from("<QiI", data, at)
                 _, key, used, *_ = twister.get_state()
-                yield f"{name} seed, left, next", [seed, left, following], [0, 625 - used, used], EXACT
+                yield (f"{name} seed, left, next", [seed, left, following], [0, 625 - used, used],
+                       EXACT)
                 yield f"{name} twister", struct.unpack_from("<624I", data, at + 16), key, EXACT
-                yield f"{name} matrix", struct.unpack_from("<2I", data, at + 2512), [0, 0x9908B0DF], EXACT
+                yield (f"{name} matrix", struct.unpack_from("<2I", data, at + 2512),
+                       [0, 0x9908B0DF], EXACT)
                 at += 2520
             check(f"{name} size", len(data) == at, f"{len(data)} == {at}")
 
 
 def test_resumed_runs(device_name, folder):
-    """A run that resumes ends with the same bytes as one that never stopped, GPT-2's and Llama 3's."""
+    """A run that resumes ends with the same bytes as one that never stopped, GPT-2's and Llama
+    3's."""
     def again(name, *flags):
-        """Train on in a copy of a run's folder without the checkpoint of step 12: (the copy, what is printed)."""
+        """Train on in a copy of a run's folder without the checkpoint of step 12: (the copy, what
+        is printed)."""
         copy = without(folder / name, folder / f"{name} {len([*folder.iterdir()])}", 12)
         return copy, train(device_name, folder, copy, *flags, "-y", 1)
 
     for name, flags, keywords in (
-            ("fp32", ("--dtype", "fp32"), {}), ("bf16", ("--dtype", "bf16"), {}), ("in order", ("--shuffle", 0), {}),
-            ("fp8", ("--dtype", "fp8", "--fp8", "all"), {}), *[("plain", ("--plain", 1), {})] * (device_name == "cuda"),
+            ("fp32", ("--dtype", "fp32"), {}), ("bf16", ("--dtype", "bf16"), {}),
+            ("in order", ("--shuffle", 0), {}),
+            ("fp8", ("--dtype", "fp8", "--fp8", "all"), {}),
+            *[("plain", ("--plain", 1), {})] * (device_name == "cuda"),
             ("bf16 moments", ("--moments", "bf16", "--dtype", "fp32"), {}),
             ("Llama", (), dict(trainer=LLAMA, model=FIXTURES / "llama_gqa.bin")),
             ("tied Llama in bf16", ("--dtype", "bf16", "--moments", "bf16"),
              dict(trainer=LLAMA, model=FIXTURES / "llama_tied.bin"))):
         train(device_name, folder, folder / name, *flags, "-n", 7, **keywords)
-        _, text = check_resumed(name, folder / name, lambda copy, flags=flags, keywords=keywords: train(
-            device_name, folder, copy, *flags, "-n", 7, "-y", 1, **keywords), 12)
+        _, text = check_resumed(
+            name, folder / name, lambda copy, flags=flags, keywords=keywords: train(
+                device_name, folder, copy, *flags, "-n", 7, "-y", 1, **keywords), 12)
         ok = "after step 7" in text and "step    8/" in text and "step    7" not in text
         check(f"{name} resumed: it says so", ok, text[-300:] * (not ok))
     _, (status, _, error) = check_resumed("by its notes", folder / "fp32", lambda copy: call(
@@ -109,15 +122,20 @@ def test_resumed_runs(device_name, folder):
 
     _, data, at = parse_state(folder / "bf16 moments/state_00000012_00000.bin")
     m, v, master = np.frombuffer(data[at : at + 12 * NUMBERS], "<u4").reshape(3, NUMBERS)
-    check("bf16 moments: exact in fp32", not ((m | v) & 0xFFFF).any() and (m != 0).mean() > 0.5 < (v != 0).mean())
+    check("bf16 moments: exact in fp32",
+          not ((m | v) & 0xFFFF).any() and (m != 0).mean() > 0.5 < (v != 0).mean())
     check("bf16 moments: parameters are not rounded", (master & 0xFFFF).any())
     copy, text = again("bf16 moments", "--dtype", "fp32", "--moments", "fp32", "-n", 7)
-    check("moments of another type: a warning", "WARNING: --moments was bf16 until step 7, and is fp32 from" in text)
-    check("moments of another type: other bits", bytes_of(copy, 12) != bytes_of(folder / "bf16 moments", 12))
+    check("moments of another type: a warning",
+          "WARNING: --moments was bf16 until step 7, and is fp32 from" in text)
+    check("moments of another type: other bits",
+          bytes_of(copy, 12) != bytes_of(folder / "bf16 moments", 12))
     _, text = again("bf16 moments", "--dtype", "fp32", "--moments", "bf16", "--seed", 5, "-n", 7)
-    check("moments rounded by another seed: a warning", "WARNING: --seed was 42 until step 7, and is 5 from" in text)
+    check("moments rounded by another seed: a warning",
+          "WARNING: --seed was 42 until step 7, and is 5 from" in text)
 
-    flags = "--shuffle", 0, "-x", 26, "-n", 11, "--dtype", "fp32"  # after 11 it is in file 1, after 22 in file 2
+    # After 11 it is in file 1, after 22 in file 2.
+    flags = "--shuffle", 0, "-x", 26, "-n", 11, "--dtype", "fp32"
     train(device_name, folder, folder / "files", *flags)
     for gone in ((26,), (22, 26)):
         check_resumed("files in order", folder / "files", lambda copy: train(
@@ -125,7 +143,8 @@ def test_resumed_runs(device_name, folder):
 
 
 def test_states_of_others(device_name, folder):
-    """A run resumes what llm.c, or another program, may have written instead of its own checkpoint."""
+    """A run resumes what llm.c, or another program, may have written instead of its own
+    checkpoint."""
     N, path = NUMBERS, folder / "state_00000007_00000.bin"
 
     def llmc(run):
@@ -145,29 +164,35 @@ def test_states_of_others(device_name, folder):
         master = np.frombuffer(data, "<u4", N, at + 8 * N)
         rounded = halves(master.view("<f4").astype(np.float64))[0]
         written = np.fromfile(model, "<u2", offset=1024)
-        check("bf16: a checkpoint's parameters are its state's, rounded", np.array_equal(written, rounded))
+        check("bf16: a checkpoint's parameters are its state's, rounded",
+              np.array_equal(written, rounded))
         model.write_bytes(model.read_bytes()[:1024] + (master >> 16).astype("<u2").tobytes())
 
-    for name, dtype, change in (("llm.c's state", "fp32", llmc), ("a state without master weights", "fp32", no_master),
+    for name, dtype, change in (("llm.c's state", "fp32", llmc),
+                                ("a state without master weights", "fp32", no_master),
                                 ("parameters rounded otherwise", "bf16", cut_off)):
         whole, flags = folder / dtype, ("--dtype", dtype, "-n", 7)
         if not whole.exists():
             train(device_name, folder, whole, *flags)
         _, text = check_resumed(name, whole, lambda copy, flags=flags: train(
             device_name, folder, copy, *flags, "-y", 1), 12, change=change)
-        check(f"{name}: a warning without json", ("WARNING: there is no" in text) == (change == llmc), text[:300])
+        check(f"{name}: a warning without json",
+              ("WARNING: there is no" in text) == (change == llmc), text[:300])
 
 
 def test_outliers(device_name, folder):
     """Steps that are outliers are skipped and reported, and a run that resumes skips the same."""
-    flags, whole = ("-n", 133, "-x", 140, "-sl", 0.1, "-sg", 1.5, "-v", 0, "-s", 0), folder / "outliers"
+    flags, whole = (("-n", 133, "-x", 140, "-sl", 0.1, "-sg", 1.5, "-v", 0, "-s", 0),
+                    folder / "outliers")
     text = train(device_name, folder, whole, *flags)
     skipped = [int(step) for step in re.findall(r"WARNING: step (\d+): no update: loss", text)]
     check("outliers: none in the first 128 steps, some after step 133, not all",
           skipped and 128 < skipped[0] and 133 < skipped[-1] and len(skipped) < 12, f"{skipped}")
-    report = re.search(r"outlier +\| z-scores: loss -?\d+.\d\d, norm -?\d+.\d\d; .* step \d+: the gradient's norm is "
-                       r"\S+ of which d\w+.* batches: .*part_train_\d.bin, tokens \d+ to", text)
-    check("outliers: large gradients and the place in the data are named", report, text[-300:] * (not report))
+    report = re.search(r"outlier +\| z-scores: loss -?\d+.\d\d, norm -?\d+.\d\d; .* step \d+: the "
+                       r"gradient's norm is \S+ of which d\w+.* batches: .*part_train_\d.bin, "
+                       r"tokens \d+ to", text)
+    check("outliers: large gradients and the place in the data are named", report,
+          text[-300:] * (not report))
     for name, notes in (("again", True), ("without their windows", False)):
         copy = without(whole, folder / name, 140)
         if not notes:
@@ -186,8 +211,8 @@ def test_kept_checkpoints(device_name, folder):
         start = [0] * (pattern == "run_*")  # the flags of the run since its start
         yield f"kept {pattern}", found, [*start, 4, 8, 11, 12], EXACT
     gone = []
-    output = RunFolder(SimpleNamespace(output=kept, resume=1, checkpoint_every=1, sample=None, val_every=0),
-                       None, Config, order.FLAGS, order.FEATURES)
+    output = RunFolder(SimpleNamespace(output=kept, resume=1, checkpoint_every=1, sample=None,
+                                       val_every=0), None, Config, order.FLAGS, order.FEATURES)
     with mock.patch.object(Path, "unlink", lambda path, **_: gone.append(path.name)):
         output.remove(12)
     names = ["DONE_00000012", "run_00000012.json", "state_00000012_00000.bin", "model_00000012.bin"]
@@ -202,7 +227,8 @@ def test_kept_checkpoints(device_name, folder):
 def test_overfitted_batch(device_name, folder):
     """-a 1 trains on the first validation batch, again and again."""
     output = folder / "overfit"
-    train(device_name, folder, output, "-a", 1, "-d", 16, "-m", 1, "-v", 1, "-k", "constant", "-c", 0)
+    train(device_name, folder, output, "-a", 1, "-d", 16, "-m", 1, "-v", 1, "-k", "constant", "-c",
+          0)
     lines = (output / "main.log").read_text().splitlines()
     tel = [line.split(":")[2] for line in lines if " tel:" in line]
     trl = [line.split(":")[2].split()[0] for line in lines if " trl:" in line]
@@ -223,11 +249,12 @@ def test_smaller_batches(folder):
         position = data.position()
         P, n = len(data.paths), len(position.order)
         record = np.zeros(1, shuffle_record(P, n))[0]
-        record["P"], record["files"], record["n"], record["order"] = P, position.files, n, position.order
+        record["P"], record["files"], record["n"], record["order"] = (P, position.files, n,
+                                                                      position.order)
         _, key, used, *_ = position.rng
         record["key"], record["next"], record["left"] = key, used, max(1, 625 - used)
-        return SimpleNamespace(path=path, place=position.place, next=position.next, shuffle=int(data.shuffle),
-                               record=record if data.shuffle else None)
+        return SimpleNamespace(path=path, place=position.place, next=position.next,
+                               shuffle=int(data.shuffle), record=record if data.shuffle else None)
 
     def loader(B, shuffle, rank=0, count=1):
         return FilesLoader(pattern, B, T, Config.from_file(TINY), shuffle, rank, count)
@@ -238,7 +265,8 @@ def test_smaller_batches(folder):
         return said.getvalue()
 
     for shuffle in (0, 1):
-        for done, B in ((2, 2), (5, 1), (11, 2)):  # batches of 32 tokens; 10 in the file of 333, then 9 in that of 300
+        # Batches of 32 tokens; 10 in the file of 333, then 9 in that of 300.
+        for done, B in ((2, 2), (5, 1), (11, 2)):
             whole = loader(4, shuffle)
             tokens_of(whole, done * 32)
             state, less = state_of(whole), loader(B, shuffle)
@@ -255,8 +283,9 @@ def test_smaller_batches(folder):
         whole = loader(4, shuffle, count=count)
         tokens_of(whole, done * 32)
         wish = "each rank has an order" if count > 1 else f"stopped after {32 * done} tokens"
-        check_refusal(f"shuffle {shuffle}, ranks {count}", f"-b {B}: the run had -b 4, and .*{wish}.*: expected -b 4",
-                      go_on, loader(B, shuffle, count=count), state_of(whole), 4)
+        check_refusal(f"shuffle {shuffle}, ranks {count}",
+                      f"-b {B}: the run had -b 4, and .*{wish}.*: expected -b 4", go_on,
+                      loader(B, shuffle, count=count), state_of(whole), 4)
     for B, done in ((8, 2), (3, 3)):
         whole, other = loader(4, 0), loader(B, 0)
         tokens_of(whole, done * 32)
@@ -274,6 +303,8 @@ def test_smaller_batches(folder):
     whole = shutil.copytree(output, folder / "as before")
     train("cpu", folder, whole, "-i", pattern, "-y", 1, "-x", 6)
     text = train("cpu", folder, output, "-i", pattern, "-y", 1, "-x", 6, "-b", 1)
-    check("-b 1: it is said", "WARNING: --batch-size was 2 until step 3, and is 1 from now on" in text, text[-500:])
-    logs = [[float(x) for x in re.findall(r"trl:(\S+)", (each / "main.log").read_text())] for each in (whole, output)]
+    check("-b 1: it is said",
+          "WARNING: --batch-size was 2 until step 3, and is 1 from now on" in text, text[-500:])
+    logs = [[float(x) for x in re.findall(r"trl:(\S+)", (each / "main.log").read_text())]
+            for each in (whole, output)]
     yield "-b 1: losses", logs[1], logs[0], 2e-4

@@ -15,13 +15,17 @@ def test_files(folder):
     data_files(folder)
     gpt2, llama = ((folder / f"{name}.bin").read_bytes() for name in ("gpt2", "llama_gqa"))
     N = size_of(table_of(gpt2)[1])
-    log, notes = b"s:0 tel:3.1\ns:1 trl:2.5\n", {"flags": {"seed": 42}, "data": [["a", 3]], "seen": 3}
+    log, notes = b"s:0 tel:3.1\ns:1 trl:2.5\n", {"flags": {"seed": 42}, "data": [["a", 3]],
+                                                 "seen": 3}
     notes = json.dumps(notes).encode()
     state = bytes(1024) + np.arange(3 * N, dtype="<f4").tobytes() + b"shuffle"
-    third = 4 * (384 * 128 + 64 * 128 + 4 * 128 + 3 * 128 * 128 + 5 * 128 + 7)  # qkvw[1, 5, 7], after wte, wpe, ln1
+    # qkvw[1, 5, 7], after wte, wpe, ln1.
+    third = 4 * (384 * 128 + 64 * 128 + 4 * 128 + 3 * 128 * 128 + 5 * 128 + 7)
     for name, old, at, wish in (
-            ("model_00000002.bin", gpt2, 1024 + third, r"qkvw\[1, 5, 7\]: .* 1 of .* numbers differ"),
-            ("model_00000002.bin", llama, 2048 + 4, r"wte\[0, 1\]"), ("model_00000002.bin", gpt2, 8, r"header\[2\]"),
+            ("model_00000002.bin", gpt2, 1024 + third,
+             r"qkvw\[1, 5, 7\]: .* 1 of .* numbers differ"),
+            ("model_00000002.bin", llama, 2048 + 4, r"wte\[0, 1\]"),
+            ("model_00000002.bin", gpt2, 8, r"header\[2\]"),
             ("state_00000002_00000.bin", state, 1024 + 4 * N + third, r"v qkvw\[1, 5, 7\]"),
             ("state_00000002_00000.bin", state, 1024 + 12 * N + 2, "the shuffle, at byte 2"),
             ("main.log", log, 22, "main.log, line 2"),
@@ -32,7 +36,8 @@ def test_files(folder):
             if what == "changed" or "bin" in name:
                 found = [*of_files(name, old, other, gpt2)]
                 wish = wish if what == "changed" else "bytes, and others"
-                check(f"{name}, {what}: {wish}", len(found) == 1 and re.search(wish, found[0]), found)
+                check(f"{name}, {what}: {wish}", len(found) == 1 and re.search(wish, found[0]),
+                      found)
         check(f"{name}: the same", not [*of_files(name, old, bytes(old), gpt2)])
 
 
@@ -45,7 +50,8 @@ def test_runs(folder):
                 "out0.txt": line.replace("3.1", "3.2")}),
             ("only NEW has state", {}, {"run0/state_00000002_00000.bin": "x"}),
             ("main.log, line 1", {}, {"run0/main.log": "s:0"}),
-            (r"exit status \[0\] and \[1\]", {}, {"case.json": '{"statuses": [1]}', "err0.txt": "error: no"})):
+            (r"exit status \[0\] and \[1\]", {},
+             {"case.json": '{"statuses": [1]}', "err0.txt": "error: no"})):
         for side, files in (("old", old), ("new", new)):
             files = {"out0.txt": line.format(7), "err0.txt": "", "case.json": '{"statuses": [0]}',
                      "run0/main.log": "s:1"} | files
@@ -54,4 +60,5 @@ def test_runs(folder):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(text)
         found, *_ = compare(Case("a case"), folder / f"{wish}" / "old", folder / f"{wish}" / "new")
-        check(f"a run: {wish or 'the same'}", found == [] if wish is None else re.search(wish, found[0]), found)
+        check(f"a run: {wish or 'the same'}",
+              found == [] if wish is None else re.search(wish, found[0]), found)

@@ -1,5 +1,6 @@
-"""Test dev/features/sample.py: the tokens it draws against a formula in NumPy, and the pieces of its text against the
-whole. And dev/features/tokenizer.py: which vocabulary samples are decoded with.
+"""Test dev/features/sample.py: the tokens it draws against a formula in NumPy, and the pieces of
+its text against the whole. And dev/features/tokenizer.py: which vocabulary samples are decoded
+with.
 """
 import contextlib
 import io
@@ -27,7 +28,8 @@ def first_coins(count):
 
 
 class Listed:
-    """A model whose next logits depend only on the last token, and which remembers what it was asked."""
+    """A model whose next logits depend only on the last token, and which remembers what it was
+    asked."""
 
     def __init__(self, logits, T=4):  # logits (V,V)
         self.logits, self.T, self.asked = np.float32(logits), T, []
@@ -39,19 +41,23 @@ class Listed:
 
 
 def drawn_by_formula(logits, coin, temperature, top_k):
-    """The first word whose cumulative probability is above the coin, in float64. Words outside of top_k have the
-    probability 0. None if the coin is too close to a boundary to tell."""
+    """The first word whose cumulative probability is above the coin, in float64. Words outside of
+    top_k have the probability 0. None if the coin is too close to a boundary to tell."""
     logits = np.float64(logits)
     left = [i for i in range(len(logits)) if sum((logits > logits[i]) | (logits == logits[i])
-            & (np.arange(len(logits)) < i)) < (top_k or len(logits))]  # fewer than top_k words rank above it
-    weights = np.array([np.exp((logits[i] - logits.max()) / temperature) * (i in left) for i in range(len(logits))])
+            # Fewer than top_k words rank above it.
+            & (np.arange(len(logits)) < i)) < (top_k or len(logits))]
+    weights = np.array([np.exp((logits[i] - logits.max()) / temperature) * (i in left)
+                        for i in range(len(logits))])
     cdf = np.cumsum(weights) / weights.sum()
-    return None if min(abs(cdf - coin)) < 1e-5 else next(i for i in range(len(cdf)) if cdf[i] > coin)
+    return None if min(abs(cdf - coin)) < 1e-5 else next(i for i in range(len(cdf))
+                                                         if cdf[i] > coin)
 
 
 @fast
 def test_formula():
-    """Temperatures and top-k for random logits, with the same coins; in some rows many logits are equal."""
+    """Temperatures and top-k for random logits, with the same coins; in some rows many logits are
+    equal."""
     rng = np.random.default_rng(3)
     for temperature in (0.2, 0.8, 1, 3):
         for top_k in (0, 1, 2, 5, 36, 37, 50):
@@ -61,19 +67,23 @@ def test_formula():
                 wish = drawn_by_formula(logits, coin, temperature, top_k)
                 tried += wish is not None
                 wrong += wish is not None and choose(logits, coin, temperature, top_k) != wish
-            check(f"temperature {temperature}, top_k {top_k}", wrong == 0 and tried > 100, f"{wrong} of {tried} differ")
+            check(f"temperature {temperature}, top_k {top_k}", wrong == 0 and tried > 100,
+                  f"{wrong} of {tried} differ")
     logits = np.float32((0.5, 2, 2, -1, 2))
     for coin in (0, 0.5, np.float32(1 - 2**-24)):
         coin = np.float32(coin)
         for name, wish, *settings in (
-                ("temperature 0 is greedy, the first of equals", 1, 0, 0), ("and with top_k", 1, 0, 3),
-                ("the smallest temperatures are not 0", {0: 1, 0.5: 2}.get(float(coin), 4), 1e-40, 0),
-                ("what fp32 rounds to 0 is 0", 1, 1e-50, 0), ("top_k 1 is greedy, the first of equals", 1, 5, 1),
+                ("temperature 0 is greedy, the first of equals", 1, 0, 0),
+                ("and with top_k", 1, 0, 3),
+                ("the smallest temperatures are not 0", {0: 1, 0.5: 2}.get(float(coin), 4), 1e-40,
+                 0),
+                ("what fp32 rounds to 0 is 0", 1, 1e-50, 0),
+                ("top_k 1 is greedy, the first of equals", 1, 5, 1),
                 ("top_k 2 keeps the first two of three equals", 1 if coin < 0.5 else 2, 1, 2)):
             found = choose(logits, coin, *settings)
             check(f"{name}, coin {coin:.3f}", found == wish, f"{found}, expected {wish}")
-    # Rounding can leave the running sum of fp32 weights below the coin even at the end. Even then the last word is not
-    # drawn if it is outside of top_k.
+    # Rounding can leave the running sum of fp32 weights below the coin even at the end. Even then
+    # the last word is not drawn if it is outside of top_k.
     logits = np.float32([0.1 * (i % 7) for i in range(3000)] + [-9.0])
     last = choose(logits, np.float32(1), 1, 3000)
     check("a word outside of top_k is never drawn", last == 2999, last)
@@ -82,8 +92,8 @@ def test_formula():
 
 @fast
 def test_as_the_trainer():
-    """With llm.c's coins, default settings and an empty text, the tokens are those of the trainer's own samples. Greedy
-    tokens are those with the largest logits in a forward pass."""
+    """With llm.c's coins, default settings and an empty text, the tokens are those of the trainer's
+    own samples. Greedy tokens are those with the largest logits in a forward pass."""
     model = poisoned_model(device_of("cpu", "fp32", 64, 2), 1, 20)
     tokens = list(generate(model, [256], 40, 1.0, 0, coins()))
     yield "the trainer's tokens", np.array(tokens), np.array(trainers_sample(model, 40)), EXACT
@@ -96,7 +106,8 @@ def test_as_the_trainer():
     yield "greedy tokens", np.array(found), np.array(wish), EXACT
     words = {i: b"%d " % i for i in range(257)}
     stream(model, [], words, "", 40, coins(), write=pieces.append)
-    check("the trainer's text", "".join(pieces) == decode(trainers_sample(model, 40), words), "".join(pieces)[:40])
+    check("the trainer's text", "".join(pieces) == decode(trainers_sample(model, 40), words),
+          "".join(pieces)[:40])
 
 
 @fast
@@ -120,7 +131,8 @@ def test_windows():
 
     model, pieces = Listed(np.eye(6)), []
     model.config.V = 5
-    check_refusal("a word too many", "token 5, and the model has V = 5 words; expected", stream, model,
+    check_refusal("a word too many", "token 5, and the model has V = 5 words; expected", stream,
+                  model,
                   [5, 2], words, "x", 1, coins(), 0, 0, pieces.append)
     check("a word too many: nothing is written", pieces == [], pieces)
     model.config.V = 6
@@ -131,8 +143,8 @@ def test_windows():
 
 @fast
 def test_characters():
-    """Characters of two to four bytes, cut into tokens at every place: each is written when it is complete, and
-    together they are the text."""
+    """Characters of two to four bytes, cut into tokens at every place: each is written when it is
+    complete, and together they are the text."""
     text = "aé\n€👍🏽 z"
     encoded = text.encode()
     for size in (1, 2, 3, 5, len(encoded)):
@@ -143,7 +155,8 @@ def test_characters():
         check(f"tokens of {size} bytes: as soon as they are whole",
               ["".join(pieces[: i + 1]) for i in range(len(words))] == whole, pieces)
     for name, *parts in (("an end within a character", b"x\xf0", b"\x9f", b"\x91"),
-                         ("no UTF-8", b"\xff", b"\xe2A", b"\x80"), ("a token without bytes", b"a", None, b"b")):
+                         ("no UTF-8", b"\xff", b"\xe2A", b"\x80"),
+                         ("a token without bytes", b"a", None, b"b")):
         words = {i: part for i, part in enumerate(parts) if part is not None}
         pieces = list(texts(range(3), words))
         check(name, "".join(pieces) == decode(range(3), words), pieces)
@@ -188,14 +201,17 @@ def write_words(words):
 
 
 def test_vocabularies(folder):
-    """The trainer decodes samples with gpt2_tokenizer.bin if it is here and has the model's V words, else with GPT-2's
-    if the model has them, else as token ids, and says so once. So does a Llama, unless its words are Llama's."""
+    """The trainer decodes samples with gpt2_tokenizer.bin if it is here and has the model's V
+    words, else with GPT-2's if the model has them, else as token ids, and says so once. So does a
+    Llama, unless its words are Llama's."""
     ids, own, gpt2 = r"(<\d+>){4}", r"(\[\d+\]){4}", r"(\{\d+\}){4}"
-    said_331 = r"WARNING: the model has V = 331 words, and GPT-2 50,257: samples are shown as token ids"
+    said_331 = (r"WARNING: the model has V = 331 words, and GPT-2 50,257: samples are shown as "
+                r"token ids")
     no_file = r"WARNING: gpt2_tokenizer.bin has 331 words, and the model {}: it is not used"
     llama = r"WARNING: there is no tokenizer.json or tokenizer.model in this folder"
     words_of_gpt2 = {i: b"{%d}" % i for i in range(50304)}
-    with small_words(folder), mock.patch("dev.features.tokenizer.vocabulary", lambda: words_of_gpt2):
+    with small_words(folder), mock.patch("dev.features.tokenizer.vocabulary",
+                                         lambda: words_of_gpt2):
         with contextlib.redirect_stdout(None):
             write_tokens("tokens.bin", range(100))
         for V in (331, 50257, 50304, 50265):
@@ -205,18 +221,26 @@ def test_vocabularies(folder):
         for words, name, wish, *warnings in (
                 (0, "gpt2_331", ids, said_331), (0, "gpt2_50257", gpt2), (0, "gpt2_50304", gpt2),
                 (0, "gpt2_50265", ids, r"WARNING: the model has V = 50,265 words"),
-                (0, "llama_331", ids, said_331), (0, "llama_50257", gpt2), (0, "llama_128256", ids, llama),
+                (0, "llama_331", ids, said_331), (0, "llama_50257", gpt2),
+                (0, "llama_128256", ids, llama),
                 (331, "gpt2_331", own), (331, "gpt2_50257", gpt2, no_file.format("50,257")),
-                (331, "gpt2_50265", ids, no_file.format("50,265"), r"WARNING: the model has V = 50,265 words"),
-                (50257, "gpt2_50257", own), (50257, "gpt2_50304", own), (50257, "llama_50257", own)):
-            write_words([b"[%d]" % i for i in range(words)]) if words else FILE.unlink(missing_ok=True)
+                (331, "gpt2_50265", ids, no_file.format("50,265"),
+                 r"WARNING: the model has V = 50,265 words"),
+                (50257, "gpt2_50257", own), (50257, "gpt2_50304", own),
+                (50257, "llama_50257", own)):
+            write_words([b"[%d]" % i for i in range(words)]) if words else FILE.unlink(
+                missing_ok=True)
             forget_words()
             program = "dev.llama3.train_llama3" if "llama" in name else "train_gpt2"
-            status, text, error = call("--device", "cpu", "-e", f"{name}.bin", "-i", "tokens.bin", "-j", "tokens.bin",
-                                       "-b", 1, "-t", 8, "-x", 2, "-v", 0, "-s", 1, "-g", 4, program=program)
+            status, text, error = call("--device", "cpu", "-e", f"{name}.bin", "-i", "tokens.bin",
+                                       "-j", "tokens.bin",
+                                       "-b", 1, "-t", 8, "-x", 2, "-v", 0, "-s", 1, "-g", 4,
+                                       program=program)
             samples = re.findall(r"generating:\n---\n((?s:.*?))\n---\n", text)
-            check(f"{name}, a file of {words} words", status == 0 and len(samples) == 2, error or samples)
-            check(f"{name}, a file of {words} words: shown", all(re.fullmatch(wish, text) for text in samples), samples)
+            check(f"{name}, a file of {words} words", status == 0 and len(samples) == 2,
+                  error or samples)
+            check(f"{name}, a file of {words} words: shown",
+                  all(re.fullmatch(wish, text) for text in samples), samples)
             said = re.findall("WARNING: .*", text)
             said = [line for line in said if "has GPT-2's tokens" not in line]
             ok = len(said) == len(warnings) and all(map(re.match, warnings, said))
@@ -224,7 +248,8 @@ def test_vocabularies(folder):
 
 
 def test_prompts(folder):
-    """--sample encodes a text as the model's vocabulary has it, with <|endoftext|> as one token; or refuses it."""
+    """--sample encodes a text as the model's vocabulary has it, with <|endoftext|> as one token; or
+    refuses it."""
     asked = []
 
     def stream(model, tokens, words, text, *more):
@@ -233,7 +258,8 @@ def test_prompts(folder):
     def generate(name, text, program="train_gpt2"):
         asked.clear()
         with mock.patch("dev.features.sample.stream", stream):
-            return call("--device", "cpu", "-e", f"{name}.bin", "--sample", text, "-g", 2, program=program)
+            return call("--device", "cpu", "-e", f"{name}.bin", "--sample", text, "-g", 2,
+                        program=program)
 
     with small_words(folder):
         for V in (331, 50257, 50304):
@@ -243,22 +269,26 @@ def test_prompts(folder):
         for name in ("gpt2_50257", "gpt2_50304", "llama_50257"):
             program = "dev.llama3.train_llama3" if "llama" in name else "train_gpt2"
             for text, wish in (("", []), ("AB", [32, 33]), ("<|endoftext|>AB", [50256, 32, 33]),
-                               ("A<|endoftext|>", [32, 50256]), ("<|endoftext|", [ord(x) - 33 for x in "<|endoftext|"]),
+                               ("A<|endoftext|>", [32, 50256]),
+                               ("<|endoftext|", [ord(x) - 33 for x in "<|endoftext|"]),
                                ("<|endoftext|><|endoftext|>", [50256, 50256])):
                 _, _, error = generate(name, text, program)
                 check(f"{name}: {text!r}", asked == [(wish, text)], asked or error)
-        for name, wish in (("gpt2_331", "V = 331 words, and GPT-2 50,257: .*; expected an empty text"),
-                           ("llama_128256", "V = 128,256 words of Llama 3: expected its tokenizer.json")):
+        for name, wish in (("gpt2_331",
+                            "V = 331 words, and GPT-2 50,257: .*; expected an empty text"),
+                           ("llama_128256",
+                            "V = 128,256 words of Llama 3: expected its tokenizer.json")):
             program = "dev.llama3.train_llama3" if "llama" in name else "train_gpt2"
             status, _, error = generate(name, "A", program)
-            check(f"{name}: a text is refused", status == 1 and re.fullmatch(f"error: .*{wish}.*\n", error), error)
+            check(f"{name}: a text is refused",
+                  status == 1 and re.fullmatch(f"error: .*{wish}.*\n", error), error)
             status, _, error = generate(name, "", program)
             check(f"{name}: an empty text is none", status == 0 and asked == [([], "")], error)
 
 
 def test_seeds(folder):
-    """--sample draws from --seed; without it each run is another one, whose seed is printed and repeats it. The coins
-    are NumPy's. Samples in a training do not depend on the seed."""
+    """--sample draws from --seed; without it each run is another one, whose seed is printed and
+    repeats it. The coins are NumPy's. Samples in a training do not depend on the seed."""
     for seed in (0, 7, 2**40):
         found = [x for _, x in zip(range(1000), coins_of(seed))]
         wish = np.random.Generator(np.random.PCG64(seed)).random(1000, np.float32)
@@ -271,28 +301,35 @@ def test_seeds(folder):
         def said(*flags, program):
             forget_words()
             name = "llama" if "llama" in program else "gpt2"
-            status, text, error = call("--device", "cpu", "-e", f"{name}.bin", "--sample", "A", "-g", 12, *flags,
-                                       program=program)
+            status, text, error = call("--device", "cpu", "-e", f"{name}.bin", "--sample", "A",
+                                       "-g", 12, *flags, program=program)
             assert not status, error
             return text, re.findall(r"^seed (\d+) \(--seed\)$", error, re.M)
 
         for program in ("train_gpt2", "dev.llama3.train_llama3"):
             said(program=program)  # may compile kernels, and say so
             one, two, again = (said("--seed", n, program=program) for n in (1, 2, 1))
-            check(f"{program}: the same seed, the same text", one == again and one[0].startswith("A"), one)
+            check(f"{program}: the same seed, the same text",
+                  one == again and one[0].startswith("A"), one)
             check(f"{program}: another seed, another text", one[0] != two[0], two)
             check(f"{program}: the seed is printed", (one[1], two[1]) == (["1"], ["2"]))
             (text, [drawn]), (other, [seed]) = (said(program=program) for _ in range(2))
-            check(f"{program}: without a seed, another text each time", text != other and drawn != seed)
-            check(f"{program}: with the printed seed, the same", said("--seed", drawn, program=program)[0] == text)
+            check(f"{program}: without a seed, another text each time",
+                  text != other and drawn != seed)
+            check(f"{program}: with the printed seed, the same",
+                  said("--seed", drawn, program=program)[0] == text)
             short = said("--seed", 1, "--temperature", 0.5, "--top-k", 9, program=program)
-            check(f"{program}: with other settings too", short == said("--seed", 1, "--temperature", 0.5, "--top-k", 9,
-                                                                       program=program) != one)
-            greedy = [said("--temperature", 0, *flags, program=program) for flags in ((), ("--seed", 5))]
-            check(f"{program}: greedy needs no seed", greedy[0] == greedy[1] and not greedy[0][1], greedy)
+            check(f"{program}: with other settings too", short ==
+                  said("--seed", 1, "--temperature", 0.5, "--top-k", 9, program=program) != one)
+            greedy = [said("--temperature", 0, *flags, program=program)
+                      for flags in ((), ("--seed", 5))]
+            check(f"{program}: greedy needs no seed", greedy[0] == greedy[1] and not greedy[0][1],
+                  greedy)
         with contextlib.redirect_stdout(None):
             write_tokens("tokens.bin", range(100))
         texts = [re.findall("generating:\n(.*?)\n---", call(
-            "--device", "cpu", "-e", "gpt2.bin", "-i", "tokens.bin", "-j", "tokens.bin", "-b", 1, "-t", 8, "-x", 2,
+            "--device", "cpu", "-e", "gpt2.bin", "-i", "tokens.bin", "-j", "tokens.bin", "-b", 1,
+            "-t", 8, "-x", 2,
             "-v", 0, "-s", 1, "--seed", seed)[1], re.S) for seed in (1, 2)]
-        check("samples in a training are llm.c's", len(texts[0]) == 2 and texts[0] == texts[1], texts)
+        check("samples in a training are llm.c's", len(texts[0]) == 2 and texts[0] == texts[1],
+              texts)

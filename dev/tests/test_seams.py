@@ -1,8 +1,8 @@
 """The lines that features repeat are still the trainer's.
 
-dev/features/seams.py cuts the trainer's longer methods into parts, dev/features/fused_biases.py has its own
-layer_backward, dev/features/recompute.cu and recompute_llama.cu repeat a kernel each. If a line changes
-in the trainer, it has to change there too.
+dev/features/seams.py cuts the trainer's longer methods into parts, dev/features/fused_biases.py has
+its own layer_backward, dev/features/recompute.cu and recompute_llama.cu repeat a kernel each. If a
+line changes in the trainer, it has to change there too.
 """
 import ast
 import contextlib
@@ -26,25 +26,33 @@ from train_gpt2 import pack_batch
 
 TOP = Path(__file__).resolve().parents[2]
 SEAMS, TRAINER = "dev/features/seams.py", "train_gpt2.py"
-# (the trainer's class and method; where its lines stand again; its lines that stand there in other words)
+# (the trainer's class and method; where its lines stand again; its lines that stand there in other
+# words)
 REPEATED = [
     ("GPT2.set_parameters", SEAMS, ["for views in self.master:"]),
-    ("GPT2.layer_views", SEAMS, ["return SimpleNamespace(**{row.name: getattr(views, row.name)[l] for row in table "
-                                 "if row.layers})"]),
-    ("GPT2.head_forward", SEAMS, ["self.device.matmul(logits, self.acts.lnf[rows], self.params.wte.T)"]),
+    ("GPT2.layer_views", SEAMS, ["return SimpleNamespace(**{row.name: getattr(views, row.name)[l] "
+                                 "for row in table if row.layers})"]),
+    ("GPT2.head_forward", SEAMS, ["self.device.matmul(logits, self.acts.lnf[rows], "
+                                  "self.params.wte.T)"]),
     ("GPT2.head_backward", SEAMS, ["matmul(dlnf, dlogits, self.params.wte)",
-                                   "matmul(self.grads.wte, dlogits.T, self.acts.lnf[rows], accumulate=adds)"]),
+                                   "matmul(self.grads.wte, dlogits.T, self.acts.lnf[rows], "
+                                   "accumulate=adds)"]),
     ("GPT2.update_pass", SEAMS, [
         "launch = self.device.launch", "gradients = arenas['gradients']",
-        "launch('global_norm', blocks, adam.norm, gradients, n)", "launch('judge', 1, adam.verdict, adam.norm)",
-        "launch('adamw', n, arenas['parameters'], arenas.get('low bits'), gradients, arenas['adam m'], "
-        "arenas['adam v'], adam.starts, adam.decayed, adam.decayed.size, n, adam.settings, adam.verdict)"]),
+        "launch('global_norm', blocks, adam.norm, gradients, n)",
+        "launch('judge', 1, adam.verdict, adam.norm)",
+        "launch('adamw', n, arenas['parameters'], arenas.get('low bits'), gradients, arenas['adam "
+        "m'], arenas['adam v'], adam.starts, adam.decayed, adam.decayed.size, n, adam.settings, "
+        "adam.verdict)"]),
     ("Training.train", SEAMS, [
         "for step in range(self.model.step, flags.steps + 1):", "last = step == flags.steps",
         "if flags.val_every and (step % flags.val_every == 0 or last):", "self.validate()",
-        "if flags.sample_every and step > 0 and (step % flags.sample_every == 0 or last):", "if last:",
-        "self.save(step)", "break", "begun = time.perf_counter()", "rate = self.learning_rate(step)",
-        "self.model.train_step(*batches, learning_rate=rate, **adamw)", "verdict = self.model.verdict()",
+        "if flags.sample_every and step > 0 and (step % flags.sample_every == 0 or last):",
+        "if last:",
+        "self.save(step)", "break", "begun = time.perf_counter()",
+        "rate = self.learning_rate(step)",
+        "self.model.train_step(*batches, learning_rate=rate, **adamw)",
+        "verdict = self.model.verdict()",
         "self.report(step + 1, rate, verdict, time.perf_counter() - begun)"]),
     ("Training.announce", SEAMS, [
         "flags = self.flags", "c = self.config",
@@ -52,16 +60,18 @@ REPEATED = [
         "for arena, table in GPT2.tables(c, self.device, B, T).items():"]),
     ("GPT2.norm_backward", "dev/features/fused_biases.py", [
         "N, C = inp.shape", "partials = self.back.partials",
-        "self.device.launch('layernorm_backward', blocks, dx, partials, dout, inp, weight, mean, rstd, N, "
-        "threads=threads, shared=shared)", "blocks, threads, shared = layernorm_backward_launch(self.device, N)",
-        "self.device.launch('add_partials', (C, 2), dweight, dbias, partials, blocks, C, self.micro > 0)"]),
+        "self.device.launch('layernorm_backward', blocks, dx, partials, dout, inp, weight, mean, "
+        "rstd, N, threads=threads, shared=shared)",
+        "blocks, threads, shared = layernorm_backward_launch(self.device, N)",
+        "self.device.launch('add_partials', (C, 2), dweight, dbias, partials, blocks, C, "
+        "self.micro > 0)"]),
 ]
 
 
 @functools.cache
 def statements(path, *names):
-    """The statements of a file, of a class, or of a method, as ast writes them, each on its own: of an `if` or a loop
-    the first line."""
+    """The statements of a file, of a class, or of a method, as ast writes them, each on its own: of
+    an `if` or a loop the first line."""
     tree = ast.parse((TOP / path).read_text(encoding="utf-8"))
     for name in names:
         tree = next(node for node in tree.body if getattr(node, "name", None) == name)
@@ -74,7 +84,8 @@ def statements(path, *names):
 
 
 def test_repeated_lines():
-    """Each of a method's lines stands in the file that repeats it, but for those that the table lists."""
+    """Each of a method's lines stands in the file that repeats it, but for those that the table
+    lists."""
     for method, path, others in REPEATED:
         own, there = statements(TRAINER, *method.split(".")), statements(path)
         missing = [line for line in own if line not in there and line not in others]
@@ -92,27 +103,34 @@ def body_of(path, kernel):
 
 
 REPEATED_KERNELS = (
-    ("kernels.cu", "residual_layernorm_forward", "dev/features/recompute.cu", "residual_layernorm_into"),
-    ("dev/llama3/llama3.cu", "residual_rmsnorm_forward", "dev/features/recompute_llama.cu", "residual_rmsnorm_into"),
+    ("kernels.cu", "residual_layernorm_forward", "dev/features/recompute.cu",
+     "residual_layernorm_into"),
+    ("dev/llama3/llama3.cu", "residual_rmsnorm_forward", "dev/features/recompute_llama.cu",
+     "residual_rmsnorm_into"),
 )
 
 
 def test_repeated_kernels():
-    """Recompute's kernels differ from the usual ones in the line that reads the stream, and in no other."""
+    """Recompute's kernels differ from the usual ones in the line that reads the stream, and in no
+    other."""
     for path, kernel, path_there, kernel_there in REPEATED_KERNELS:
         own, there = body_of(path, kernel), body_of(path_there, kernel_there)
         expected = [line.replace("load<4>(x+", "load<4>((branch?before:x)+") for line in own]
-        check(f"{kernel_there} differs in the line that reads", there == expected != own, [*zip(own, there)])
+        check(f"{kernel_there} differs in the line that reads", there == expected != own,
+              [*zip(own, there)])
 
 
 def test_plain_program(folder):
-    """The trainer's own classes, which features replace, train as a run with dev/ does: the same lines and bits."""
+    """The trainer's own classes, which features replace, train as a run with dev/ does: the same
+    lines and bits."""
     two_token_files(folder)
-    flags = ["-e", str(TINY), "-b", "2", "-t", "8", "-d", "32", "-x", "3", "-v", "2", "-m", "1", "-s", "2", "-g", "3",
+    flags = ["-e", str(TINY), "-b", "2", "-t", "8", "-d", "32", "-x", "3", "-v", "2", "-m", "1",
+             "-s", "2", "-g", "3",
              "-u", "2", "-q", "0.1", "--dtype", "fp32", "-i", str(folder / "tokens.bin"),
              "-j", str(folder / "tokens.bin"), "-o"]
     alone, featured = io.StringIO(), io.StringIO()
-    device = mock.patch.object(train_gpt2, "FastCuda", lambda dtype, c: Cpu(dtype, Config(*dataclasses.astuple(c))))
+    device = mock.patch.object(train_gpt2, "FastCuda",
+                               lambda dtype, c: Cpu(dtype, Config(*dataclasses.astuple(c))))
     with device, contextlib.redirect_stdout(alone):
         train_gpt2.Training(train_gpt2.parse_flags([*flags, str(folder / "alone")])).run()
     with contextlib.redirect_stdout(featured):
@@ -123,10 +141,13 @@ def test_plain_program(folder):
         return re.findall(r"(?m)^(?:step|val loss|generating:|\[).*$", text.replace("<", "["))
 
     own, theirs = lines(alone), lines(featured)
-    check("as many lines, and three steps", len(own) == len(theirs) and sum("step" in line for line in own) == 3, own)
-    check("the same losses", [line for line in own if "loss" in line] == [line for line in theirs if "loss" in line],
+    check("as many lines, and three steps",
+          len(own) == len(theirs) and sum("step" in line for line in own) == 3, own)
+    check("the same losses",
+          [line for line in own if "loss" in line] == [line for line in theirs if "loss" in line],
           (own, theirs))
-    weights = [(folder / name / "model_00000003.bin").read_bytes() for name in ("alone", "featured")]
+    weights = [(folder / name / "model_00000003.bin").read_bytes()
+               for name in ("alone", "featured")]
     check("the same weights", weights[0] == weights[1] != Path(TINY).read_bytes())
 
 
@@ -142,14 +163,17 @@ def test_excerpts():
 
 
 def test_names_of_helpers():
-    """Two features may use the same name: their functions are in namespaces, but for kernels and what a .cuh declares.
+    """Two features may use the same name: their functions are in namespaces, but for kernels and
+    what a .cuh declares.
     """
     for path in (path for path in order.SOURCES if path.suffix == ".cu"):
         text = path.read_text("utf-8")
-        outside = re.sub(r"^namespace (\w+) \{.*?^\}  // namespace \1$", "", text, flags=re.M | re.S)
+        outside = re.sub(r"^namespace (\w+) \{.*?^\}  // namespace \1$", "", text,
+                         flags=re.M | re.S)
         found = re.findall(r"^(?:template|struct|constexpr|using|__device__).*", outside, re.M)
         headers = "".join(header.read_text("utf-8") for header in path.parent.glob("*.cuh"))
-        check(f"{path.name}: names", not [line for line in found if line.rstrip("{ ") not in headers], found)
+        check(f"{path.name}: names",
+              not [line for line in found if line.rstrip("{ ") not in headers], found)
 
 
 class Noise:
@@ -165,9 +189,11 @@ def test_padding_of_words():
     for more in ([], ["--moments", "bf16"]):
         model = made_model(Noise, *more)
         before = model.params.wte.copy()
-        model.train_step(pack_batch(*np.ones((2, 1, 8), np.int32)), learning_rate=0.1, weight_decay=0.1)
+        model.train_step(pack_batch(*np.ones((2, 1, 8), np.int32)), learning_rate=0.1,
+                         weight_decay=0.1)
         V = model.config.V
-        check(f"padding {more}", not model.params.wte[V:].any() and (model.params.wte[:V] != before[:V]).all())
+        check(f"padding {more}",
+              not model.params.wte[V:].any() and (model.params.wte[:V] != before[:V]).all())
 
 
 def test_arrays_of_other_numbers():
@@ -175,8 +201,9 @@ def test_arrays_of_other_numbers():
     device = made_model(Noise).device
     wrong = np.zeros(64), np.zeros(64, np.float16), np.zeros(64, np.int64), np.zeros(64, np.int32)
     for array in wrong:
-        check_refusal("launch", rf"gelu_forward: inp is an array of {array.dtype}, and the kernel reads const real\*",
-                      device.launch, "gelu_forward", 64, np.zeros(64, np.float32), array, 1, 64)
+        check_refusal("launch", rf"gelu_forward: inp is an array of {array.dtype}, and the kernel "
+                      r"reads const real\*", device.launch, "gelu_forward", 64,
+                      np.zeros(64, np.float32), array, 1, 64)
     device.launch("gelu_forward", 64, np.zeros(64, np.float32), np.zeros(64, np.float32), 1, 64)
 
 

@@ -2,7 +2,8 @@
 
     pytest dev/tests/test_trainer.py
 
-Kernels are compiled once, for dev/fixtures/gpt2_tiny.bin in fp32. test_gpt2.py has all precisions and sizes.
+Kernels are compiled once, for dev/fixtures/gpt2_tiny.bin in fp32. test_gpt2.py has all precisions
+and sizes.
 """
 import re
 import subprocess
@@ -19,8 +20,9 @@ from dev.tests.checks import FIXTURES, TINY, TOP, check, fast
 from dev.tests.trainings import call, check_resumed, command, token_files
 
 DTYPE, C, NH = "fp32", 64, 2  # of the fixture
-STEPS = (steps.micro_batches, steps.accumulated_steps, steps.repeated_steps, steps.clipped_gradients, steps.other_ways,
-         steps.computed_again, steps.moments_in_bf16, steps.smaller_batches, steps.next_logits)
+STEPS = (steps.micro_batches, steps.accumulated_steps, steps.repeated_steps,
+         steps.clipped_gradients, steps.other_ways, steps.computed_again, steps.moments_in_bf16,
+         steps.smaller_batches, steps.next_logits)
 
 
 @fast
@@ -28,14 +30,15 @@ def test_lint():
     """ruff finds nothing."""
     if not util.find_spec("ruff"):
         pytest.skip("ruff is not installed")
-    done = subprocess.run([sys.executable, "-m", "ruff", "check", "--no-cache", "."], cwd=TOP, text=True,
-                          capture_output=True)
+    done = subprocess.run([sys.executable, "-m", "ruff", "check", "--no-cache", "."], cwd=TOP,
+                          text=True, capture_output=True)
     check("ruff", done.returncode == 0, (done.stdout + done.stderr) * done.returncode)
 
 
 @fast
-@pytest.mark.parametrize("test", [test_gpt2.finite_differences, test_gpt2.rounding, test_gpt2.two_halves,
-                                  test_gpt2.numpy_beside_pytorch], ids=lambda test: test.__name__)
+@pytest.mark.parametrize("test", [test_gpt2.finite_differences, test_gpt2.rounding,
+                                  test_gpt2.two_halves, test_gpt2.numpy_beside_pytorch],
+                         ids=lambda test: test.__name__)
 def test_formulas(test):
     return test()
 
@@ -85,11 +88,12 @@ def train(*flags):
 
 @fast
 def test_three_steps_and_a_resume(folder):
-    """Three steps print three losses and leave a checkpoint. A run that stops after three steps and resumes ends with
-    the bytes of a run of six."""
+    """Three steps print three losses and leave a checkpoint. A run that stops after three steps and
+    resumes ends with the bytes of a run of six."""
     token_files(folder)
     flags = command("cpu", folder, folder / "six", "-x", 6, "-n", 3, "-s", 0)[5:]
     text, error = train(*flags)
     losses = re.findall(r"^step +\d+/6 \| loss (\S+) ", text, re.M)
-    check("six steps", not error and len(losses) == 6 and all(0 < float(loss) < 7 for loss in losses), error or losses)
+    check("six steps", not error and len(losses) == 6 and
+          all(0 < float(loss) < 7 for loss in losses), error or losses)
     check_resumed("six steps", folder / "six", lambda copy: train(*flags, "-o", copy, "-y", 1), 6)

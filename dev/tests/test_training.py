@@ -1,5 +1,6 @@
-"""Test training beside other programs: each flag beside PyTorch (dev/bench/torch_training.py), where
-PyTorch is installed; validations of several ranks beside one; the share of peak; dev/bench/turns.py.
+"""Test training beside other programs: each flag beside PyTorch (dev/bench/torch_training.py),
+where PyTorch is installed; validations of several ranks beside one; the share of peak;
+dev/bench/turns.py.
 """
 import contextlib
 import io
@@ -41,21 +42,25 @@ def output_of(function, *args):
 LOSS_LIMIT, NORM_LIMIT = 5e-6, 1e-4  # relative, in the first 8 steps of a tiny model in fp32
 COMMON = f"-e {TINY} -b 2 -t 16 -x 8 -v 4 -m 2 -l 1e-2 --device cpu"
 TWINS = [  # further flags, each a branch of the loop
-    "", "-d 96", "-d 64 --clip 0.5", "--clip 0", "--clip 100", "-u 3 -q 0.1", "-k linear -u 2 -q 0", "-k constant -u 3",
-    "-k wsd -q 0.2", "-c 0.3", "--beta1 0.8 --beta2 0.95 --eps 1e-4", "--shuffle 1", "-m -1 -v 3", "-a 1 -d 64",
+    "", "-d 96", "-d 64 --clip 0.5", "--clip 0", "--clip 100", "-u 3 -q 0.1", "-k linear -u 2 -q 0",
+           "-k constant -u 3",
+    "-k wsd -q 0.2", "-c 0.3", "--beta1 0.8 --beta2 0.95 --eps 1e-4", "--shuffle 1", "-m -1 -v 3",
+           "-a 1 -d 64",
     "-b 3 -t 33",
     "-e d1 --seed 7 -l 1e-3 -x 3",
 ]
 
 
 def step_losses(text):
-    """(training losses and norms, validation losses) that a run printed, with more digits than its log has."""
+    """(training losses and norms, validation losses) that a run printed, with more digits than its
+    log has."""
     steps = re.findall(r"\| loss (\S+) \| norm +(\S+)", text)
     return np.float64(steps), np.float64(re.findall(r"val loss (\S+)", text))
 
 
 def test_twins(folder):
-    """Both trainers print the same losses and norms, with each flag that changes a step, and log the same steps."""
+    """Both trainers print the same losses and norms, with each flag that changes a step, and log
+    the same steps."""
     from dev.bench import torch_training
 
     for part in range(3):
@@ -68,12 +73,13 @@ def test_twins(folder):
         arguments = f"{COMMON} -i {data} -j {folder / 't_val.bin'} {flags} -s 0 -o".split()
         name = f"{flags or 'defaults'}{' of three files' * (data == three)}"
         ours, val = step_losses(output_of(train_gpt2.main, [*arguments, str(folder / f"ours{i}")]))
-        other, other_val = step_losses(output_of(torch_training.main, [*arguments, str(folder / f"torch{i}")]))
+        other, other_val = step_losses(output_of(torch_training.main,
+                                                 [*arguments, str(folder / f"torch{i}")]))
         yield f"{name}: losses", other[:, 0], ours[:, 0], LOSS_LIMIT
         yield f"{name}: norms", other[:, 1], ours[:, 1], NORM_LIMIT
         yield f"{name}: validation", other_val, val, LOSS_LIMIT
-        steps = [{kind: values.keys() for kind, values in plot.read_log(folder / output / "main.log")[0].items()}
-                 for output in (f"ours{i}", f"torch{i}")]
+        steps = [{kind: values.keys() for kind, values in plot.read_log(
+            folder / output / "main.log")[0].items()} for output in (f"ours{i}", f"torch{i}")]
         check(f"{name}: steps of both logs", steps[0] == steps[1])
     arguments = f"{COMMON} -i {one} -j {folder / 't_val.bin'}".split()
     for wish, *more in (("--attention relu: PyTorch's twin does not", "--attention", "relu"),
@@ -85,10 +91,12 @@ def test_twins(folder):
                         (f"-o {one}: .* could not be written", "-o", str(one)),
                         ("--nonsense 1; --help", "--nonsense", "1"),
                         ("step 2/8: the loss is nan", "-l", "1e30")):
-        check_refusal("torch_training.py", wish, output_of, torch_training.main, [*arguments, *more])
+        check_refusal("torch_training.py", wish, output_of, torch_training.main,
+                      [*arguments, *more])
     bf16 = step_losses(output_of(torch_training.main, [*arguments, "--dtype", "bf16"]))[0][:, 0]
     fp32 = step_losses(output_of(torch_training.main, arguments))[0][:, 0]
-    check("bf16 is not fp32, and near it", 1e-5 < np.abs(bf16 - fp32).max() < 0.1, np.abs(bf16 - fp32).max())
+    check("bf16 is not fp32, and near it", 1e-5 < np.abs(bf16 - fp32).max() < 0.1,
+          np.abs(bf16 - fp32).max())
 
 
 class Ranks:
@@ -112,7 +120,8 @@ class Ranks:
 
 
 class OneToken(GPT2):
-    """A model whose loss on a batch is the mean of its tokens. seen: the first tokens of all sequences it was given."""
+    """A model whose loss on a batch is the mean of its tokens. seen: the first tokens of all
+    sequences it was given."""
     step, seen = 0, []
     memory = classmethod(lambda cls, *sizes: (0, 0, 0))
 
@@ -128,15 +137,17 @@ class OneToken(GPT2):
 
 
 def test_validations(folder):
-    """A validation takes the same sequences, each once, and prints the same loss on any number of ranks: where they do
-    not divide its batches, where some ranks have none, and where -b shrinks to fit the file."""
+    """A validation takes the same sequences, each once, and prints the same loss on any number of
+    ranks: where they do not divide its batches, where some ranks have none, and where -b shrinks to
+    fit the file."""
     T, longer, shorter = 8, 31, 6  # sequences of the files
     first = np.random.default_rng(3).permutation(200)[:longer]  # tokens of the sequences
     for name, count in (("val", longer), ("short_val", shorter), ("train", longer)):
         write_tokens(folder / f"{name}.bin", np.append(np.repeat(first[:count], T), 1))
-    for name, batches, sequences in (("val", 5, 20), ("val", 2, 8), ("val", -1, 28), ("short_val", -1, 4)):
-        arguments = (f"--device cpu --dtype fp32 -e {TINY} -b 4 -t {T} -x 0 -s 0 -i {folder / 'train.bin'} "
-                     f"-j {folder / name}.bin -m {batches}").split()
+    for name, batches, sequences in (("val", 5, 20), ("val", 2,
+                                                      8), ("val", -1, 28), ("short_val", -1, 4)):
+        arguments = (f"--device cpu --dtype fp32 -e {TINY} -b 4 -t {T} -x 0 -s 0 -i "
+                     f"{folder / 'train.bin'} -j {folder / name}.bin -m {batches}").split()
         for count in (1, 2, 3, 4):
             given, barrier, OneToken.seen = [None] * count, threading.Barrier(count), []
 
@@ -148,9 +159,11 @@ def test_validations(folder):
                 Run(flags, OneToken).run()
 
             jobs = [threading.Thread(target=work, args=(rank,)) for rank in range(count)]
-            with (mock.patch("dev.features.signals.stop_signals", lambda: contextlib.nullcontext([])),
-                  mock.patch("dev.features.ranks.ranks.RankedTraining.check_same", lambda *args: None)):
-                text = output_of(lambda jobs=jobs: [*(job.start() for job in jobs), *(job.join() for job in jobs)])
+            with (mock.patch("dev.features.signals.stop_signals", lambda: contextlib.nullcontext(
+                [])), mock.patch("dev.features.ranks.ranks.RankedTraining.check_same",
+                                 lambda *args: None)):
+                text = output_of(lambda jobs=jobs: [*(job.start() for job in jobs),
+                                                    *(job.join() for job in jobs)])
             what, wish = f"{name}, -m {batches}, {count} ranks", first[:sequences].tolist()
             check(f"{what}: its sequences", sorted(OneToken.seen) == sorted(wish), OneToken.seen)
             losses = re.findall(r"^val loss (\S+)$", text, re.MULTILINE)
@@ -158,7 +171,8 @@ def test_validations(folder):
 
 
 def test_share_of_peak(folder):
-    """NVIDIA's data sheets have these peaks; a step's line has the share, and the device's line the peak."""
+    """NVIDIA's data sheets have these peaks; a step's line has the share, and the device's line the
+    peak."""
     for name, capability, count, clock, peaks in (  # the clock that the data sheet is for, in MHz
             ("A100", 80, 108, 1410, dict(fp32=19.5, tf32=156, bf16=312)),
             ("RTX 3090", 86, 82, 1695, dict(fp32=35.6, tf32=35.6, bf16=71)),
@@ -166,32 +180,37 @@ def test_share_of_peak(folder):
             ("H100 SXM", 90, 132, 1830, dict(tf32=494.7, bf16=989.4, fp8=1978.9)),
             ("another", 70, 80, 1380, dict(bf16=0))):
         for dtype, peak in peaks.items():
-            device = SimpleNamespace(name="cuda", capability=capability, dtype=dtype, multiprocessors=count,
+            device = SimpleNamespace(name="cuda", capability=capability, dtype=dtype,
+                                     multiprocessors=count,
                                      gpu=SimpleNamespace(attributes={"ClockRate": 1000 * clock}))
             yield f"peak of {name} in {dtype}", peak_flops(device) / 1e12, peak, 5e-3
     check("a CPU has none", peak_flops(SimpleNamespace(name="cpu")) == 0)
     products = 12 * 12 * 768**2 + 768 * 50304  # 12 C^2 in each layer, and the head
     pairs = 2 * 2 * 12 * 768 * 1024 / 2  # q.k and weights @ v, with half of 1,024 tokens
-    yield "FLOPs of a token of GPT-2", flops_per_token(Config(), 1024), 3 * (2 * products + pairs), EXACT
+    yield ("FLOPs of a token of GPT-2", flops_per_token(Config(), 1024), 3 * (2 * products + pairs),
+           EXACT)
 
     write_tokens(folder / "tokens.bin", range(100))
-    arguments = (f"--device cpu -e {TINY} -b 2 -t 8 -d 32 -x 3 -v 0 -s 0 -i {folder / 'tokens.bin'} "
-                 f"-j {folder / 'tokens.bin'}").split()
+    arguments = (f"--device cpu -e {TINY} -b 2 -t 8 -d 32 -x 3 -v 0 -s 0 -i "
+                 f"{folder / 'tokens.bin'} -j {folder / 'tokens.bin'}").split()
     with mock.patch("dev.features.peak.peak_flops", lambda device: 25e7):
         text = output_of(train_gpt2.main, arguments)
-    check("the device's line", re.search(r"^device .*, fp32, peak 0 TFLOP/s \(", text, re.M), text[:99])
+    check("the device's line", re.search(r"^device .*, fp32, peak 0 TFLOP/s \(", text, re.M),
+          text[:99])
     found = re.findall(r"([\d,]+) tok/s \| +([\d.]+)% of peak \| \d+ tokens$", text, re.M)
     speeds, shares = ([float(x.replace(",", "")) for x in column] for column in zip(*found))
     yield "steps with a share", len(shares), 3, EXACT
     for speed, share in zip(speeds, shares):
-        yield "the share of peak, in %", share, 100 * speed * flops_per_token(Config.from_file(TINY), 8) / 25e7, 5e-2
+        yield ("the share of peak, in %", share,
+               100 * speed * flops_per_token(Config.from_file(TINY), 8) / 25e7, 5e-2)
     text = output_of(train_gpt2.main, arguments)
-    check("without a peak", re.search(r" tok/s \| 96 tokens$", text, re.M) and "peak" not in text, text)
+    check("without a peak", re.search(r" tok/s \| 96 tokens$", text, re.M) and "peak" not in text,
+          text)
 
 
 def test_steps_by_turns(folder):
-    """A version's time is the median of its runs, beside the first's. A run's is that of its later steps. A commit's
-    files are unpacked, and flags behind those of all win."""
+    """A version's time is the median of its runs, beside the first's. A run's is that of its later
+    steps. A commit's files are unpacked, and flags behind those of all win."""
     times, seen = {".": iter((10.0, 30.0, 11.0)), "HEAD": iter((22.0, 5.0, 40.0, 20.0, 21.0))}, []
 
     def time_run(top, flags):
@@ -200,30 +219,40 @@ def test_steps_by_turns(folder):
         return next(times[version]), f"loss of {version}"
 
     with mock.patch.object(turns, "time_run", time_run):
-        table = output_of(turns.main, ["HEAD -b 8", ".", "--rounds", "3", "--", "-b", "4"]).splitlines()[-2:]
-    check("two versions", table == ["| HEAD -b 8 | 22.000 | 1.0000 | 22.00, 5.00, 40.00 | loss of HEAD |",
-                                    "| . | 11.000 | 0.5000 | 10.00, 30.00, 11.00 | loss of . |"], table)
+        table = output_of(turns.main,
+                          ["HEAD -b 8", ".", "--rounds", "3", "--", "-b", "4"]).splitlines()[-2:]
+    check("two versions",
+          table == ["| HEAD -b 8 | 22.000 | 1.0000 | 22.00, 5.00, 40.00 | loss of HEAD |",
+                                    "| . | 11.000 | 0.5000 | 10.00, 30.00, 11.00 | loss of . |"],
+          table)
     rounds = [("HEAD", True, "-x 40 -v 0 -s 0".split(), ["-b", "4", "-b", "8"]),
               (".", True, "-x 40 -v 0 -s 0".split(), ["-b", "4"])] * 3
     check("by turns", seen == rounds, seen)
     with mock.patch.object(turns, "time_run", time_run):
         table = output_of(turns.main, ["HEAD", "HEAD", "--rounds", "1"]).splitlines()[-2:]
     check("a version twice", [row.split(" | ")[1] for row in table] == ["20.000", "21.000"], table)
-    flags = f"--device cpu -e {TINY} -b 1 -t 8 -x 3 -v 0 -s 0 -i {folder / 't.bin'} -j {folder / 't.bin'}".split()
+    flags = (f"--device cpu -e {TINY} -b 1 -t 8 -x 3 -v 0 -s 0 -i {folder / 't.bin'} -j "
+             f"{folder / 't.bin'}".split())
     write_tokens(folder / "t.bin", np.arange(100, dtype=np.uint16) % 50)
     ms, loss = turns.time_run(turns.TOP, flags)
-    printed = [line.split(" | ") for line in output_of(train_gpt2.main, flags).splitlines() if line.startswith("step ")]
-    check("a run of the trainer", ms > 0 and printed[-1][1] == f"loss {loss}", f"{ms} {loss} {printed[-1]}")
+    printed = [line.split(" | ") for line in output_of(train_gpt2.main, flags).splitlines()
+               if line.startswith("step ")]
+    check("a run of the trainer", ms > 0 and printed[-1][1] == f"loss {loss}",
+          f"{ms} {loss} {printed[-1]}")
     lines = "".join(f"step {i}/6 | loss {i}.5 | norm 1 | lr 1 | {ms:8.2f} ms | 9 tok/s\n"
                     for i, ms in enumerate((900, 800, 4, 2, 30, 5), 1))
-    with mock.patch.object(subprocess, "run", lambda *args, **more: mock.Mock(stdout=lines, stderr="", returncode=0)):
+    with mock.patch.object(subprocess, "run",
+                           lambda *args, **more: mock.Mock(stdout=lines, stderr="", returncode=0)):
         check("a run's time", turns.time_run(turns.TOP, []) == (4.5, "6.5"))
         lines = "tables"
-        check_refusal("turns.py", "expected steps, found status 0:\ntables", turns.time_run, turns.TOP, [])
+        check_refusal("turns.py", "expected steps, found status 0:\ntables", turns.time_run,
+                      turns.TOP, [])
     with mock.patch.dict(os.environ, PATH=str(folder)):
         check_refusal("turns.py", "HEAD: a commit needs git", turns.unpack, "HEAD", folder)
-    for wish, *arguments in (("nothing: expected a commit, a folder with train_gpt2.py, or . for", "nothing"),
+    for wish, *arguments in (("nothing: expected a commit, a folder with train_gpt2.py, or . for",
+                              "nothing"),
                              (".*: expected commits, folders or ., with flags", ". -o it's"),
                              (".*: expected commits, folders or .", ""),
-                             ("train_gpt2.py .* found status 1:\nerror: .*--nonsense", ".", "--", "--nonsense", "1")):
+                             ("train_gpt2.py .* found status 1:\nerror: .*--nonsense", ".", "--",
+                              "--nonsense", "1")):
         check_refusal("turns.py", wish, output_of, turns.main, arguments)

@@ -102,7 +102,8 @@ def cuda_on(capability, dtype, error):
     gpu = SimpleNamespace(compute_capability=f"{capability}", attributes=figures)
     cuda = SimpleNamespace(runtime=runtime, driver=SimpleNamespace(CUDADriverError=error),
                            Device=lambda: gpu)
-    cublas = SimpleNamespace(CUBLASError=error, CUBLAS_COMPUTE_32F=0, CUBLAS_COMPUTE_32F_FAST_TF32=1)
+    cublas = SimpleNamespace(CUBLASError=error, CUBLAS_COMPUTE_32F=0,
+                             CUBLAS_COMPUTE_32F_FAST_TF32=1)
     modules = {"cupy": SimpleNamespace(cuda=cuda),
                "cupy_backends.cuda.libs": SimpleNamespace(cublas=cublas)}
     with mock.patch.dict(sys.modules, modules):

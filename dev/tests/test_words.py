@@ -1,5 +1,5 @@
-"""Test what CUDA's words give, on a CPU and on a GPU: functions of numbers, shuffles and votes under
-a mask, atomics, halves, dynamic shared memory.
+"""Test what CUDA's words give, on a CPU and on a GPU: functions of numbers, shuffles and votes
+under a mask, atomics, halves, dynamic shared memory.
 """
 
 from pathlib import Path

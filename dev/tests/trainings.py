@@ -16,7 +16,8 @@ from dev.tests.checks import TINY, check, words
 from prepro_tinyshakespeare import UserError, write_tokens
 
 TRAINER, LLAMA = "train_gpt2", "dev.llama3.train_llama3"
-NUMBERS = sum(row.size for row in Config.from_file(TINY).parameter_table())  # in the fixture's parameters
+# In the fixture's parameters.
+NUMBERS = sum(row.size for row in Config.from_file(TINY).parameter_table())
 
 
 def two_token_files(folder):
@@ -28,9 +29,11 @@ def two_token_files(folder):
 
 def command(device_name, folder, output, *flags, trainer=TRAINER, model=TINY):
     return [str(x) for x in (
-        sys.executable, *(["-m", trainer] if isinstance(trainer, str) else [trainer]), "--device", device_name,
+        sys.executable, *(["-m", trainer] if isinstance(trainer, str) else [trainer]), "--device",
+        device_name,
         "-e", model, "-i", folder / "part_train_*.bin", "-j",
-        folder / "part_val_0.bin", "-b", 2, "-t", 8, "-d", 32, "-x", 12, "-n", 3, "-v", 4, "-m", 2, "-s", 5, "-g", 3,
+        folder / "part_val_0.bin", "-b", 2, "-t", 8, "-d", 32, "-x", 12, "-n", 3, "-v", 4, "-m", 2,
+        "-s", 5, "-g", 3,
         "-u", 3, "-q", 0.1, "-l", 1e-2, "-c", 0.1, "-o", output, *flags)]
 
 
@@ -43,8 +46,8 @@ def token_files(folder):
 
 
 def call(*arguments, program=TRAINER):
-    """Call a program's main in this process, which saves the second that a new one takes to start. Returns its exit
-    status, its output, and what went to stderr, including the line of an error."""
+    """Call a program's main in this process, which saves the second that a new one takes to start.
+    Returns its exit status, its output, and what went to stderr, including the line of an error."""
     main = importlib.import_module(program).main
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -56,8 +59,8 @@ def call(*arguments, program=TRAINER):
 
 
 def train(device_name, *args, status=0, **keywords):
-    """Run a training to its end and check its exit status. Returns its output. On a GPU it is a process of its own, so
-    that its memory is freed."""
+    """Run a training to its end and check its exit status. Returns its output. On a GPU it is a
+    process of its own, so that its memory is freed."""
     arguments = command(device_name, *args, **keywords)
     if device_name == "cpu" and arguments[1] == "-m":
         found, *said = call(*arguments[3:], program=arguments[2])
@@ -77,7 +80,8 @@ def bytes_of(output, step):
 
 def same(found, expected, what):
     for name, wish in expected.items():
-        differ = "" if found[name] == wish else f"{len(found[name])} bytes, {len(wish)} expected, or others"
+        differ = ("" if found[name] == wish else
+                  f"{len(found[name])} bytes, {len(wish)} expected, or others")
         check(f"{what}: {name} is that of a run without a stop", not differ, differ)
 
 
@@ -95,19 +99,22 @@ def parse_state(path):
 
 
 def whole_ones(output):
-    """The steps that DONE files name. Checks that the files of these checkpoints are there and of the right sizes."""
+    """The steps that DONE files name. Checks that the files of these checkpoints are there and of
+    the right sizes."""
     steps = sorted(int(path.name[5:]) for path in output.glob("DONE_????????"))
     for step in steps:
         model, state = ((output / f"{name}_{step:08d}{end}").stat().st_size
                         for name, end in (("model", ".bin"), ("state", "_00000.bin")))
-        good = model in (1024 + 2 * NUMBERS, 1024 + 4 * NUMBERS) and state > 1024 + 12 * NUMBERS + 2520
+        good = (model in (1024 + 2 * NUMBERS, 1024 + 4 * NUMBERS) and
+                state > 1024 + 12 * NUMBERS + 2520)
         assert good, f"step {step}: {model} and {state} bytes"
         json.loads((output / f"run_{step:08d}.json").read_text())
     return steps
 
 
 def without(output, copy, *steps):
-    """Copy a run's folder without the checkpoints of these steps, as if it had been killed before them."""
+    """Copy a run's folder without the checkpoints of these steps, as if it had been killed before
+    them."""
     shutil.copytree(output, copy)
     for path in [path for step in steps for path in copy.glob(f"*_{step:08d}*")]:
         path.unlink()
@@ -115,9 +122,9 @@ def without(output, copy, *steps):
 
 
 def check_resumed(name, whole, train, *steps, change=None):
-    """Stop and resume: train(copy) goes on with a run in a copy of its folder that lacks the checkpoints of these steps
-    (the last of them is the run's), and ends with the same bytes. change(copy) comes before. Returns the copy, and what
-    train returns."""
+    """Stop and resume: train(copy) goes on with a run in a copy of its folder that lacks the
+    checkpoints of these steps (the last of them is the run's), and ends with the same bytes.
+    change(copy) comes before. Returns the copy, and what train returns."""
     copy = without(whole, whole.with_name(f"{name} without {' '.join(map(str, steps))}"), *steps)
     if change:
         change(copy)
@@ -128,8 +135,10 @@ def check_resumed(name, whole, train, *steps, change=None):
 
 # ---- HellaSwag's questions, and their file: dev/features/hellaswag_score.py describes it
 
-LENGTHS = [(3, (1, 1, 1, 1)), (1, (5, 1, 2, 9)), (17, (4, 4, 4, 4)), (30, (8, 1, 3, 2)), (2, (30, 31, 32, 33)),
-           (20, (2, 19, 3, 1)), (6, (6, 6, 2, 6))]  # of a context and its completions: the longest row has 39 tokens
+LENGTHS = [(3, (1, 1, 1, 1)), (1, (5, 1, 2, 9)), (17, (4, 4, 4, 4)), (30, (8, 1, 3, 2)),
+           (2, (30, 31, 32, 33)),
+           # Of a context and its completions: the longest row has 39 tokens.
+           (20, (2, 19, 3, 1)), (6, (6, 6, 2, 6))]
 
 
 

@@ -72,14 +72,12 @@ FLOATS = (
         GOOD,
     ),
     (
-        "make_int2(2, 3).y + make_uint4(1, 2, 3, 4).w + make_double2(x, 5).y + make_uchar4(1, 2, 3, 4).z",
-        lambda x, y: 15 + 0 * x,
-        0,
+        "make_int2(2, 3).y + make_uint4(1, 2, 3, 4).w + make_double2(x, 5).y + make_uchar4(1, 2, "
+        "3, 4).z", lambda x, y: 15 + 0 * x, 0,
     ),
     (
-        "(float)(sizeof(float3) + alignof(float4) + alignof(int2) + alignof(double2) + alignof(uchar4))",
-        lambda x, y: 12 + 16 + 8 + 16 + 4 + 0 * x,
-        0,
+        "(float)(sizeof(float3) + alignof(float4) + alignof(int2) + alignof(double2) + "
+        "alignof(uchar4))", lambda x, y: 12 + 16 + 8 + 16 + 4 + 0 * x, 0,
     ),
     (
         "(float)(warpSize + blockDim.x + gridDim.z + INT_MAX % 7)",
@@ -152,7 +150,8 @@ def clipped(x, low, high):
     return 0 if np.isnan(x) else low if x <= low else high if x >= high else int(x)
 
 
-# ---- what lanes tell each other: the expression of x, lane; in Python, of the lane and its warp's x
+# ---- what lanes tell each other: the expression of x, lane; in Python, of the lane and its warp's
+# x
 
 
 def moved(number, width, lane, x):
@@ -197,8 +196,8 @@ LANES = (
         lambda i, x: sum(1 << j for j in range(32) if x[j] % 4 == x[i] % 4),
     ),
     (
-        f"[&] {{ int all; unsigned m = __match_all_sync({F}, x & 0, &all); return all + (m == {F}); }}()",
-        lambda i, x: 2,
+        f"[&] {{ int all; unsigned m = __match_all_sync({F}, x & 0, &all); return all + (m == "
+        f"{F}); }}()", lambda i, x: 2,
     ),
     (f"(int)__reduce_add_sync({F}, x)", lambda i, x: sum(x)),
     (f"__reduce_max_sync({F}, -x)", lambda i, x: max(-y for y in x)),
@@ -217,7 +216,8 @@ LANES = (
         lambda i, x: x[i ^ 3] + moved(i - 1, 16, i, x),
     ),
     (
-        "[&] { unsigned m = lane < 16 ? 0xffffu : 0xffff0000u; return (int)__ballot_sync(m, x % 2); }()",
+        "[&] { unsigned m = lane < 16 ? 0xffffu : 0xffff0000u; return (int)__ballot_sync(m, x % "
+        "2); }()",
         lambda i, x: sum(1 << j for j in range(i // 16 * 16, i // 16 * 16 + 16) if x[j] % 2),
     ),
     # an if: those that a ballot has found go on
@@ -265,9 +265,8 @@ ATOMICS = (
     ("int", "atomicAdd_block(p, 1)", 9, lambda b, x: b + 64),
     (
         "int",
-        "for (int old = *(volatile int*)p, e; (e = atomicCAS(p, old, 3 * old + 1)) != old;) old = e",
-        0,
-        lambda b, x: signed(3486784401**3 * 3**4 // 2),
+        "for (int old = *(volatile int*)p, e; (e = atomicCAS(p, old, 3 * old + 1)) != old;) old = "
+        "e", 0, lambda b, x: signed(3486784401**3 * 3**4 // 2),
     ),
     ("unsigned", "atomicAdd(p, (unsigned)x)", 7, lambda b, x: b + sum(x)),
     ("unsigned", "atomicInc(p, 9)", 3, lambda b, x: (3 + 64) % 10),
@@ -321,7 +320,8 @@ WIDEN = "    out[i] = __half2float(in[i]);\n    more[i] = __bfloat162float(low[i
 ARITHMETIC = """    __half a = in[i], b = in[i ^ 1];
     __nv_bfloat16 c = low[i], d = low[i ^ 1];
     __half2 pair = __halves2half2(a, b), sums = __hfma2(pair, pair, __float2half2_rn(1.0f));
-    float2 wide = __bfloat1622float2(__floats2bfloat162_rn(__bfloat162float(c), __bfloat162float(d)));
+    float2 wide = __bfloat1622float2(
+        __floats2bfloat162_rn(__bfloat162float(c), __bfloat162float(d)));
     out[0 * 64 + i] = a + b;
     out[1 * 64 + i] = __hmul(a, b);
     out[2 * 64 + i] = c - d;

@@ -240,7 +240,8 @@ class Fp8:
     def launch_both(self, name, out, tensor, across, args):
         """Launch a kernel that makes the twin of out (N,C), plain and transposed, and not out."""
         (N, C), stride = out.shape, across.shape[1]
-        self.launch(name, tiles(stride, C), self.twin, across, self.scale(*tensor), *args, N, C, stride)
+        self.launch(name, tiles(stride, C), self.twin, across, self.scale(*tensor), *args, N, C,
+                    stride)
         self.ready = address_of(out), tensor
 
     def zero(self, array):

@@ -5,7 +5,8 @@ from dev.lab.exercises import EXERCISES
 from dev.lab.ladder import KERNELS
 from dev.lab.submission import template
 
-# One block adds everything up; the lab's version has many blocks, atomics, and a second kernel for the root.
+# One block adds everything up; the lab's version has many blocks, atomics, and a second kernel for
+# the root.
 OWN = {"global_norm": """
     float sum = 0.0f;
     for (size_t i = threadIdx.x; i < n; i += blockDim.x) sum += grads[i] * grads[i];
@@ -15,7 +16,8 @@ OWN = {"global_norm": """
 
 
 def filled(name, body, suffix="", before="", block=""):
-    """The file of an exercise with this body, for a kernel my_<name><suffix>. before: goes above the kernel."""
+    """The file of an exercise with this body, for a kernel my_<name><suffix>. before: goes above
+    the kernel."""
     text = template(name).replace(f"my_{name}(", f"my_{name}{suffix}(")
     head, tail = text[: text.index("\nBLOCK(")], text[text.index("\nBLOCK("):]
     if block:
@@ -30,7 +32,8 @@ def said(lines):
 
 
 def solution(name, suffix="", *changes):
-    """An exercise solved with the lab's version of the same signature. changes: (old, new) texts, each there once."""
+    """An exercise solved with the lab's version of the same signature. changes: (old, new) texts,
+    each there once."""
     text = (KERNELS / f"{name}.cu").read_text()
     start = re.search(rf"{EXERCISES[name].like}\([^)]*\) \{{", text).end()
     body = OWN.get(name, text[start : text.index("\n}", start) + 1])

@@ -1,4 +1,5 @@
-"""Test what a student is told about wrong numbers: each usual mistake gets its own sentence, others none of them."""
+"""Test what a student is told about wrong numbers: each usual mistake gets its own sentence, others
+none of them."""
 import re
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -41,8 +42,8 @@ def device(dtype):
 
 
 def judged(name, results, dtype="fp32", sizes=None, code="blockIdx"):
-    """What is said of results(a) {output: numbers}, at the first sizes where they are wrong; [] if they are right.
-    The other outputs are right."""
+    """What is said of results(a) {output: numbers}, at the first sizes where they are wrong; [] if
+    they are right. The other outputs are right."""
     ladder, lines = find_ladder(name), []
     version = version_of(EXERCISES[name], ladder)
     for each in [sizes] if sizes else checks_of(EXERCISES[name], ladder):
@@ -295,8 +296,10 @@ def test_planted(folder):
 # ---- Sentences
 
 
-MISALIGNED = "x.cu:3:5: runtime error: {} of misaligned address 0x7f for type 'const struct {}', which requires {} byte"
-OUT_OF_ORDER = "has a race: out[0, 3] is 2 when threads run in the order 1, and 3 in the order forward"
+MISALIGNED = ("x.cu:3:5: runtime error: {} of misaligned address 0x7f for type 'const struct {}', "
+              "which requires {} byte")
+OUT_OF_ORDER = ("has a race: out[0, 3] is 2 when threads run in the order 1, and 3 in the order "
+                "forward")
 
 
 def test_sentences(folder):

@@ -1,4 +1,5 @@
-"""Test the lab's exercises: the lab's own versions solve them, and each planted mistake is explained."""
+"""Test the lab's exercises: the lab's own versions solve them, and each planted mistake is
+explained."""
 import os
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -20,39 +21,50 @@ def grade_together(folder, texts, dtypes=("fp32",)):
     for name, text in texts.items():
         (folder / f"{name}.cu").write_text(text)
     every = [str(folder / f"{name}.cu") for name in texts]
-    result = grade.run_child(dict(compile=every, run=every, look_for=None, dtypes=list(dtypes), limit=60))
-    return {name: complaint_lines(Submission(folder / f"{name}.cu"), *result, False) for name in texts}
+    result = grade.run_child(dict(compile=every, run=every, look_for=None, dtypes=list(dtypes),
+                                  limit=60))
+    return {name: complaint_lines(Submission(folder / f"{name}.cu"), *result, False)
+            for name in texts}
 
 
 def test_solutions(folder):
     """The lab's own versions are right."""
     names = exercise_names()
-    for name, lines in grade_together(folder, {f"my_{name}": solution(name) for name in names}).items():
+    for name, lines in grade_together(folder,
+                                      {f"my_{name}": solution(name) for name in names}).items():
         check(f"{name}: the lab's version solves it", lines == [], "" if lines == [] else lines)
     missing = set(EXERCISES) - set(names)
     check("every exercise's kernel is in the lab", not missing, missing or "")
 
 
 def test_forgotten(folder):
-    """Without blockIdx.x each exercise is wrong, even with the largest block; a plane also without blockIdx.y."""
+    """Without blockIdx.x each exercise is wrong, even with the largest block; a plane also without
+    blockIdx.y."""
     texts = {}
     for name in exercise_names():
         head, block, kernel = re.split(r"^(BLOCK.*\n)", solution(name), flags=re.M)
         if name != "global_norm":  # which has one block
-            kernel = re.sub(r"\bfirst_number\(\)", "(W * ((size_t)blockIdx.x * blockDim.x + threadIdx.x))", kernel)
+            kernel = re.sub(r"\bfirst_number\(\)",
+                            "(W * ((size_t)blockIdx.x * blockDim.x + threadIdx.x))", kernel)
             assert "blockIdx.x" in kernel, name
             block = re.sub(r"\d+(?=, threads\))", "1024", block)
             texts[f"my_{name}"] = head + block + kernel.replace("blockIdx.x", "0")
     for x, y in (("blockIdx.x", "0"), ("0", "blockIdx.y")):
         body = PLANE.replace("blockIdx.x", x).replace("blockIdx.y", y)
         suffix = f"_without_{'y' if y == '0' else 'x'}"
-        texts[f"my_matmul_forward{suffix}"] = filled("matmul_forward", body, suffix, block="BLOCK(1024, 32, 32)")
-    texts["my_matmul_forward_right"] = filled("matmul_forward", PLANE, "_right", block="BLOCK(1024, 32, 32)")
+        texts[f"my_matmul_forward{suffix}"] = filled("matmul_forward", body, suffix,
+                                                     block="BLOCK(1024, 32, 32)")
+    texts["my_matmul_forward_right"] = filled("matmul_forward", PLANE, "_right",
+                                              block="BLOCK(1024, 32, 32)")
     found = grade_together(folder, texts, ("bf16",))
-    found |= grade_together(folder, {name: texts[name] for name, lines in found.items() if lines is None})  # no bf16
+    # No bf16.
+    found |= grade_together(folder,
+                            {name: texts[name] for name, lines in found.items() if lines is None})
     for name, lines in found.items():
-        ok = lines and re.match("wrong: |it has a race: |it writes |its result depends on the order ", lines[0])
-        check(f"{name} without blockIdx", lines == [] if name.endswith("right") else ok, lines or "it was accepted")
+        ok = lines and re.match("wrong: |it has a race: |it writes |its result depends on the "
+                                "order ", lines[0])
+        check(f"{name} without blockIdx", lines == [] if name.endswith("right") else ok,
+              lines or "it was accepted")
 
 
 # ---- Mistakes
@@ -61,7 +73,8 @@ def test_forgotten(folder):
 NUMBER = """
     size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
 """
-RESIDUAL = NUMBER + "    if (i < (size_t)N * C) from_float(out[i], to_float(inp1[i]) + to_float(inp2[i]));\n"
+RESIDUAL = (NUMBER + "    if (i < (size_t)N * C) from_float(out[i], to_float(inp1[i]) + "
+            "to_float(inp2[i]));\n")
 SOFTMAX = """
     int row = blockIdx.x * blockDim.x + threadIdx.x;
     if (row >= N) return;
@@ -83,7 +96,8 @@ LAYERNORM = """
     float s = 1.0f / sqrtf(variance / C + 1e-5f);
     for (int c = 0; c < C; c++) {
         from_float(copy[(size_t)row * C + c], x[c]);
-        from_float(out[(size_t)row * C + c], (x[c] - m) * s * to_float(weight[c]) + to_float(bias[c]));
+        from_float(out[(size_t)row * C + c],
+                   (x[c] - m) * s * to_float(weight[c]) + to_float(bias[c]));
     }
     mean[row] = m, rstd[row] = s;
 """
@@ -119,7 +133,8 @@ GELU = NUMBER + """
     float x = to_float(inp[i]);
     from_float(out[i], 0.5f * x * (1.0f + tanhf(0.7978845608f * (x + 0.044715f * x * x * x))));
 """
-# A block of 64 threads per row of the residual stream, whose sum is made in shared memory: for rmsnorm's square root.
+# A block of 64 threads per row of the residual stream, whose sum is made in shared memory: for
+# rmsnorm's square root.
 BLOCK_ROW = """
     __shared__ float part[64];
     size_t start = (size_t)blockIdx.x * C;
@@ -137,7 +152,8 @@ BLOCK_ROW = """
         __syncthreads();
     }
     float s = 1.0f / sqrtf(part[0] / C + eps);
-    for (int c = threadIdx.x; c < C; c += 64) from_float(out[start + c], residual[start + c] * s * to_float(weight[c]));
+    for (int c = threadIdx.x; c < C; c += 64)
+        from_float(out[start + c], residual[start + c] * s * to_float(weight[c]));
     if (threadIdx.x == 0) rstd[blockIdx.x] = s;
 """
 
@@ -147,16 +163,19 @@ PLANE = """
     int oc = blockIdx.x * 32 + threadIdx.x % 32, n = blockIdx.y * 32 + threadIdx.x / 32;
     if (oc >= OC || n >= N) return;
     float sum = to_float(bias[oc]);
-    for (int c = 0; c < C; c++) sum += to_float(inp[(size_t)n * C + c]) * to_float(weight[(size_t)oc * C + c]);
+    for (int c = 0; c < C; c++)
+        sum += to_float(inp[(size_t)n * C + c]) * to_float(weight[(size_t)oc * C + c]);
     from_float(out[(size_t)n * OC + oc], sum);
 """
 
 
 class Mistake:
     def __init__(self, name, kernel, body, wish, *change, block="", dtypes=("fp32",)):
-        """change: what is replaced by what in a right body. wish: what the complaint says, a regular expression."""
+        """change: what is replaced by what in a right body. wish: what the complaint says, a
+        regular expression."""
         assert not change or body.count(change[0]) == 1, f"{name}: {body.count(change[0])}"
-        self.name, self.kernel, self.wish, self.block, self.dtypes = name, kernel, wish, block, dtypes
+        self.name, self.kernel, self.wish, self.block, self.dtypes = (name, kernel, wish, block,
+                                                                      dtypes)
         self.body = body.replace(*change) if change else body
 
 
@@ -166,22 +185,30 @@ RUNS = (  # that the comparison with NumPy finds
             "-?[0-9.]+ where:.*nothing was written to out"),
     Mistake("grid too small", "residual_forward", RESIDUAL, "end of out was never written. .*BLOCK",
             block="BLOCK(256, 2 * threads)"),
-    Mistake("bound of rows", "residual_forward", RESIDUAL, "out.0,27. was never written.*bound of the if",
+    Mistake("bound of rows", "residual_forward", RESIDUAL,
+            "out.0,27. was never written.*bound of the if",
             "(size_t)N * C)", "N)"),
-    Mistake("no blockIdx", "residual_forward", RESIDUAL, "out.2,64. was never written.*leaves out blockIdx",
+    Mistake("no blockIdx", "residual_forward", RESIDUAL,
+            "out.2,64. was never written.*leaves out blockIdx",
             "(size_t)blockIdx.x * blockDim.x + threadIdx.x", "threadIdx.x"),
-    Mistake("no blockIdx, few rows", "softmax_forward", SOFTMAX, "out.32,0. was never written.*leaves out blockIdx",
+    Mistake("no blockIdx, few rows", "softmax_forward", SOFTMAX,
+            "out.32,0. was never written.*leaves out blockIdx",
             "blockIdx.x * blockDim.x + threadIdx.x", "threadIdx.x"),
-    Mistake("no blockIdx in a norm", "layernorm_forward", LAYERNORM, "out.1024,0. was never .*leaves out blockIdx",
+    Mistake("no blockIdx in a norm", "layernorm_forward", LAYERNORM,
+            "out.1024,0. was never .*leaves out blockIdx",
             "blockIdx.x * blockDim.x + threadIdx.x", "threadIdx.x", block="BLOCK(1024, threads)"),
     Mistake("a block size in the index", "residual_forward", RESIDUAL, None, "blockDim.x", "256"),
-    Mistake("right by the block size", "residual_forward", RESIDUAL, "never written.*in blocks of 64 threads",
+    Mistake("right by the block size", "residual_forward", RESIDUAL,
+            "never written.*in blocks of 64 threads",
             "blockDim.x", "(blockDim.x * blockDim.x >> 7)", block="BLOCK(128, threads)"),
     Mistake("comment behind BLOCK", "residual_forward", RESIDUAL, None,
             block="BLOCK(256, threads)  // a thread (of 256), a number"),
-    Mistake("half of whole numbers", "gelu_forward", GELU, "out is 0 everywhere.*1/2 is 0", "0.5f", "1 / 2"),
-    Mistake("relative error", "residual_forward", RESIDUAL, "expected [-0-9.]+ where:", "+ to", "+ 2 * to"),
-    Mistake("minus", "residual_forward", RESIDUAL, "out.0,0. is .* expected .*why: inp2 is subtracted",
+    Mistake("half of whole numbers", "gelu_forward", GELU, "out is 0 everywhere.*1/2 is 0", "0.5f",
+            "1 / 2"),
+    Mistake("relative error", "residual_forward", RESIDUAL, "expected [-0-9.]+ where:", "+ to",
+            "+ 2 * to"),
+    Mistake("minus", "residual_forward", RESIDUAL,
+            "out.0,0. is .* expected .*why: inp2 is subtracted",
             ") + to", ") - to"),
     Mistake("scale", "gelu_forward", GELU, "all wrong numbers are 2 times", "0.5f * x", "x"),
     Mistake("overflow", "gelu_forward", NUMBER + """
@@ -189,30 +216,35 @@ RUNS = (  # that the comparison with NumPy finds
     float x = to_float(inp[i]), u = 0.7978845608f * (x + 0.044715f * x * x * x);
     from_float(out[i], x / 2 * (1 + (expf(u) - expf(-u)) / (expf(u) + expf(-u))));
 """, "is nan, .*inp is .* there.*why: e.u is infinite"),
-    Mistake("no maximum", "softmax_forward", SOFTMAX, "row 25 of 27, column 0.*row of inp has numbers from -20.*"
-            "Subtract the row's largest number", "top = fmaxf(top, to_float(x[v]))", "top = 0.0f"),
-    Mistake("last column", "softmax_forward", SOFTMAX, "column 256, the last before V = 257.*last columns were "
-            "never written", "v < Vp; v++)", "v < Vp; v++) if (v != V - 1)"),
+    Mistake("no maximum", "softmax_forward", SOFTMAX, "row 25 of 27, column 0.*row of inp has "
+            "numbers from -20.*Subtract the row's largest number",
+            "top = fmaxf(top, to_float(x[v]))", "top = 0.0f"),
+    Mistake("last column", "softmax_forward", SOFTMAX, "column 256, the last before V = 257.*last "
+            "columns were never written", "v < Vp; v++)", "v < Vp; v++) if (v != V - 1)"),
     Mistake("lanes", "softmax_forward", WARPS, None, block=WARP),
     Mistake("lanes of a norm", "layernorm_forward", WARP_NORM, None, block=WARP),
-    Mistake("no warp_sum", "softmax_forward", WARPS, "is warp_sum missing", "sum = warp_sum(sum);", "",
-            block=WARP),
-    Mistake("no warp_max", "softmax_forward", WARPS, "is warp_max missing", "top = warp_max(top);", "",
-            block=WARP),
-    Mistake("neither warp_sum nor warp_max", "softmax_forward", WARPS.replace("top = warp_max(top);", ""),
+    Mistake("no warp_sum", "softmax_forward", WARPS, "is warp_sum missing", "sum = warp_sum(sum);",
+            "", block=WARP),
+    Mistake("no warp_max", "softmax_forward", WARPS, "is warp_max missing", "top = warp_max(top);",
+            "", block=WARP),
+    Mistake("neither warp_sum nor warp_max", "softmax_forward",
+            WARPS.replace("top = warp_max(top);", ""),
             "is warp_sum missing", "sum = warp_sum(sum);", "", block=WARP),
     Mistake("no warp_sum in a norm", "layernorm_forward", WARP_NORM.replace("warp_sum(m)", "m"),
             "is warp_sum missing", "warp_sum(variance)", "variance", block=WARP),
-    Mistake("warp_sum of a wrong sum", "softmax_forward", WARPS, "compare the sums over the row", "sum += expf",
+    Mistake("warp_sum of a wrong sum", "softmax_forward", WARPS, "compare the sums over the row",
+            "sum += expf",
             "sum += 1 + expf", block=WARP),
     Mistake("return before warp_max", "softmax_forward", WARPS,
-            "stuck in (__shfl_xor_sync|warp_max).* (17|34) of the 64 threads .*line \\d+: top = warp_max.top.;",
+            "stuck in (__shfl_xor_sync|warp_max).* (17|34) of the 64 threads .*line \\d+: top = "
+            "warp_max.top.;",
             "if (row >= N) return;",
             "if (row >= N || lane > 16) return;",
             block="BLOCK(64, threads / 32)"),
     Mistake("sum without last", "softmax_forward", SOFTMAX, "leaves out its last term",
             "v < V; v++) sum", "v < V - 1; v++) sum"),
-    Mistake("padding", "softmax_forward", SOFTMAX, "only the padding is wrong", ": 0.0f);", ": 1.0f);"),
+    Mistake("padding", "softmax_forward", SOFTMAX, "only the padding is wrong", ": 0.0f);",
+            ": 1.0f);"),
     Mistake("eps", "layernorm_forward", LAYERNORM, "eps .1e-5.", " + 1e-5f", ""),
     Mistake("cancels", "layernorm_forward", LAYERNORM, "a mean of \\d+ deviations.*mean.2 cancels",
             "variance += (x[c] - m) * (x[c] - m);", "variance += x[c] * x[c] - m * m;"),
@@ -233,54 +265,69 @@ RUNS = (  # that the comparison with NumPy finds
 #endif
 """, "in bf16.*|bf16 was cut off", dtypes=("fp32", "bf16")),
     Mistake("block of a row", "rmsnorm_forward", BLOCK_ROW, None, block=ROW),
-    Mistake("race without barrier", "rmsnorm_forward", BLOCK_ROW, "depends on the order .*reads what another",
+    Mistake("race without barrier", "rmsnorm_forward", BLOCK_ROW,
+            "depends on the order .*reads what another",
             "        __syncthreads();\n    }\n    float", "    }\n    float",
             block=ROW),
-    Mistake("race before the sum", "rmsnorm_forward", BLOCK_ROW, "depends on the order .*no barrier",
-            "    part[threadIdx.x] = sum;\n    __syncthreads();", "    part[threadIdx.x] = sum;", block=ROW),
-    Mistake("barrier in an if", "rmsnorm_forward", BLOCK_ROW, "stuck in __syncthreads: \\d+ of the 64 threads .*"
-            "line \\d+: if .threadIdx.x < half. .*inside an if",
+    Mistake("race before the sum", "rmsnorm_forward", BLOCK_ROW,
+            "depends on the order .*no barrier",
+            "    part[threadIdx.x] = sum;\n    __syncthreads();", "    part[threadIdx.x] = sum;",
+            block=ROW),
+    Mistake("barrier in an if", "rmsnorm_forward", BLOCK_ROW, "stuck in __syncthreads: \\d+ of the "
+            "64 threads .*line \\d+: if .threadIdx.x < half. .*inside an if",
             "half) part[threadIdx.x] += part[threadIdx.x + half];\n        __syncthreads();",
             "half) { part[threadIdx.x] += part[threadIdx.x + half]; __syncthreads(); }", block=ROW),
-    Mistake("return before a barrier", "rmsnorm_forward", BLOCK_ROW, "stuck in __syncthreads: 40 of the 64 threads .*"
-            "threads 40-63 have returned", "    float sum = 0.0f;\n",
+    Mistake("return before a barrier", "rmsnorm_forward", BLOCK_ROW, "stuck in __syncthreads: 40 "
+            "of the 64 threads .*threads 40-63 have returned", "    float sum = 0.0f;\n",
             "    float sum = 0.0f;\n    if (threadIdx.x >= 40) return;\n", block=ROW),
     Mistake("warp_sum in an if", "rmsnorm_forward", BLOCK_ROW, "stuck in .*warp_sum.* "
             "line \\d+: if .threadIdx.x % 32 < 20. sum = ",
-            "    float s =", "    if (threadIdx.x % 32 < 20) sum = warp_sum(sum);\n    float s =", block=ROW),
-    Mistake("outside of out", "residual_forward", RESIDUAL, "writes out.2592., .* out.2591. .27 rows of 96 ",
+            "    float s =", "    if (threadIdx.x % 32 < 20) sum = warp_sum(sum);\n    float s =",
+            block=ROW),
+    Mistake("outside of out", "residual_forward", RESIDUAL,
+            "writes out.2592., .* out.2591. .27 rows of 96 ",
             "if (i < (size_t)N * C)", "if (i >= (size_t)N * C) from_float(out[i], 0.0f); else"),
     Mistake("input changed", "residual_forward", RESIDUAL, "changed inp1", "if (i <",
             "if (i == 7) const_cast<real*>(inp1)[i] = real(); if (i <"),
 )
 BOUNDS = (  # that the sanitizers find
-    Mistake("write past the end", "residual_forward", RESIDUAL, "(writes|reads) (out|inp1|inp2).2592., .*"
-            "2591. .27 rows of 96 .* line \\d+: if .i <= ", "if (i <", "if (i <="),
+    Mistake("write past the end", "residual_forward", RESIDUAL,
+            "(writes|reads) (out|inp1|inp2).2592., .*2591. .27 rows of 96 .* line \\d+: if .i <= ",
+            "if (i <", "if (i <="),
     Mistake("no bound", "residual_forward", RESIDUAL, "(writes|reads) .*.2592., .*line \\d+: from",
             "if (i < (size_t)N * C) ", ""),
-    Mistake("read past the end", "layernorm_forward", LAYERNORM, "reads residual.2592., .* residual.2591.*"
-            "line \\d+: for .int c = 0; c <= C; c\\+\\+. m", "c < C; c++) m", "c <= C; c++) m"),
-    Mistake("read before the beginning", "residual_forward", RESIDUAL, "reads inp2.-1., .* inp2.0. line", "inp2[i]",
+    Mistake("read past the end", "layernorm_forward", LAYERNORM,
+            "reads residual.2592., .* residual.2591.*line \\d+: for .int c = 0; c <= C; c\\+\\+. m",
+            "c < C; c++) m", "c <= C; c++) m"),
+    Mistake("read before the beginning", "residual_forward", RESIDUAL,
+            "reads inp2.-1., .* inp2.0. line", "inp2[i]",
             "inp2[(long)i - 1]"),
     Mistake("guarded output", "residual_forward", RESIDUAL, "writes out.2592., .*line",
             "if (i < (size_t)N * C)", "if (i >= (size_t)N * C) from_float(out[i], 0.0f); else"),
     Mistake("shared array", "rmsnorm_forward", BLOCK_ROW, "index 64 .*float .64.*line",
-            "float s = 1.0f / sqrtf(part[0]", "float s = 1.0f / sqrtf(part[64 - threadIdx.x]", block=ROW),
-    Mistake("null pointer", "residual_forward", RESIDUAL, "(null|does not exist).*line \\d+", "to_float(inp2[i])",
+            "float s = 1.0f / sqrtf(part[0]", "float s = 1.0f / sqrtf(part[64 - threadIdx.x]",
+            block=ROW),
+    Mistake("null pointer", "residual_forward", RESIDUAL, "(null|does not exist).*line \\d+",
+            "to_float(inp2[i])",
             "to_float(((const real*)nullptr)[i])"),
 )
 ALONE = (  # that are compiled alone
-    Mistake("no semicolon", "residual_forward", RESIDUAL, "not compile: expected .*;.*line before.* line \\d+: ",
+    Mistake("no semicolon", "residual_forward", RESIDUAL,
+            "not compile: expected .*;.*line before.* line \\d+: ",
             "threadIdx.x;", "threadIdx.x"),
     Mistake("unknown name", "residual_forward", RESIDUAL,
             "not compile: inp3 is declared nowhere((?!or at).)*line \\d+: if", "inp2", "inp3"),
-    Mistake("no closing brace", "residual_forward", RESIDUAL, "a { has no }: .* 2 of { and 1 of }$", "if (i <",
+    Mistake("no closing brace", "residual_forward", RESIDUAL, "a { has no }: .* 2 of { and 1 of }$",
+            "if (i <",
             "{ if (i <"),
-    Mistake("no opening brace", "residual_forward", RESIDUAL, "a } has no {: .* 1 of { and 2 of } .*line \\d+",
+    Mistake("no opening brace", "residual_forward", RESIDUAL,
+            "a } has no {: .* 1 of { and 2 of } .*line \\d+",
             "i]));\n", "i])); }\n"),
-    Mistake("real is no float", "gelu_forward", GELU, "in bf16: .*line \\d+: float x.*write to_float.inp.i..",
+    Mistake("real is no float", "gelu_forward", GELU,
+            "in bf16: .*line \\d+: float x.*write to_float.inp.i..",
             "to_float(inp[i])", "inp[i]", dtypes=("fp32", "bf16")),
-    Mistake("real is no float, nor what it is stored to", "gelu_forward", GELU, "in bf16: .*write to_float.inp.i..",
+    Mistake("real is no float, nor what it is stored to", "gelu_forward", GELU,
+            "in bf16: .*write to_float.inp.i..",
             "from_float(out[i], 0.5f", "out[i] = 0 * tanhf(inp[i]) + (0.5f",
             dtypes=("fp32", "bf16")),
     Mistake("float is no real", "gelu_forward", GELU, "in bf16: .*write from_float.out.i., ...",
@@ -299,7 +346,8 @@ def test_mistakes(folder):
         ok = lines == [] if m.wish is None else lines and re.search(m.wish, said(lines))
         check(f"mistake: {m.name}", ok, "" if ok else lines)
 
-    runs, bounds, alone = ([(f"{m.kernel}_{i}", m) for i, m in enumerate(table)] for table in (RUNS, BOUNDS, ALONE))
+    runs, bounds, alone = ([(f"{m.kernel}_{i}", m) for i, m in enumerate(table)]
+                           for table in (RUNS, BOUNDS, ALONE))
     found = grade_together(folder, {f"my_{key}": text(key, m) for key, m in runs}, ("fp32", "bf16"))
     for key, m in runs:
         check_lines(m, found[f"my_{key}"])
@@ -313,8 +361,8 @@ def test_mistakes(folder):
         path.write_text(text(key, m))
 
     def bound(path):
-        job = dict(compile=[str(each) for each in paths], run=[str(path)], look_for=grade.BOUNDS, dtypes=["fp32"],
-                   limit=60)
+        job = dict(compile=[str(each) for each in paths], run=[str(path)], look_for=grade.BOUNDS,
+                   dtypes=["fp32"], limit=60)
         return complaint_lines(Submission(path), *grade.run_child(job, variables), True)
 
     found = [bound(path) for path in paths[:1]]  # which compiles
@@ -333,7 +381,8 @@ def test_mistakes(folder):
 
 
 def exercise(folder, *arguments):
-    """(exit status, what is printed, the line of an error) of `python -m dev.lab --exercise` in a folder."""
+    """(exit status, what is printed, the line of an error) of `python -m dev.lab --exercise` in a
+    folder."""
     os.chdir(folder)
     return call("--exercise", *arguments, "--device", "cpu", program="dev.lab.__main__")
 
@@ -347,15 +396,18 @@ def test_files(folder):
     """The files that the command writes, and what it refuses."""
     status, text, _ = exercise(folder)
     names = re.findall(r"^ *\d+  (\w+)", text, re.M)
-    check("the list, from easy to hard", status == 0 and names[0] == "residual_forward" and names.index(
-        "attention_backward") > names.index("attention_forward") > names.index("softmax_forward"), names[:3])
+    check("the list, from easy to hard",
+          status == 0 and names[0] == "residual_forward" and names.index("attention_backward") >
+          names.index("attention_forward") > names.index("softmax_forward"), names[:3])
     status, text, _ = exercise(folder, "softmax_forward")
     path = folder / "my_softmax_forward.cu"
     check("a file is written", status == 0 and path.exists(), text.strip())
     for name, text, wishes in (
             ("softmax_forward", path.read_text(), (
-                r"out \(N,Vp\) = softmax\(inp\)", r"out +real \(N,Vp\) +written", "inp +real .* read",
-                "--exercise softmax_forward --hint", "def softmax", r"warp_sum\(x\)", r"BLOCK\(32, threads\)\nextern",
+                r"out \(N,Vp\) = softmax\(inp\)", r"out +real \(N,Vp\) +written",
+                "inp +real .* read",
+                "--exercise softmax_forward --hint", "def softmax", r"warp_sum\(x\)",
+                r"BLOCK\(32, threads\)\nextern",
                 r"my_softmax_forward\(\n? *real\* out")),
             ("gelu_forward", template("gelu_forward"), (
                 r"out \(N,OC\) = gelu", r"x/2 \(1 \+ tanh\(u\)\), with u")),
@@ -370,20 +422,25 @@ def test_files(folder):
         check(f"{name}: its file", shapes and max(map(len, text.splitlines())) <= 120, shapes)
 
     first = filled("residual_forward", RESIDUAL.replace("if (i < (size_t)N * C) ", "")).splitlines()
-    line = next(f"line {i}: {text.strip()}" for i, text in enumerate(first, 1) if "from_float(out[i], to_" in text)
+    line = next(f"line {i}: {text.strip()}" for i, text in enumerate(first, 1)
+                if "from_float(out[i], to_" in text)
     check("the README's first line", line in (TOP / "dev/lab/README.md").read_text(), line)
 
     written = path.read_text()
     path.write_text(written + "// mine\n")
     refused(folder, "never over a file", "my_softmax_forward.cu exists", "softmax_forward")
     check("  which is left", path.read_text().endswith("// mine\n"))
-    refused(folder, "unknown exercise", "sofmax_forward; did you mean softmax_forward", "sofmax_forward")
+    refused(folder, "unknown exercise", "sofmax_forward; did you mean softmax_forward",
+            "sofmax_forward")
     refused(folder, "file that is not there", "my_nothing.cu: .*read", "my_nothing.cu")
-    refused(folder, "a file's name without its end", "the file my_softmax_forward.cu", "my_softmax_forward")
+    refused(folder, "a file's name without its end", "the file my_softmax_forward.cu",
+            "my_softmax_forward")
     with mock.patch("builtins.open", side_effect=PermissionError(13, "Permission denied")):
-        refused(folder, "folder that cannot be written", "written .Permission denied.", "gelu_forward")
+        refused(folder, "folder that cannot be written", "written .Permission denied.",
+                "gelu_forward")
     with mock.patch.dict(os.environ, XDG_CACHE_HOME=os.devnull):
-        refused(folder, "a cache that cannot be written", "null/train_gpt2.*XDG_CACHE_HOME", path.name)
+        refused(folder, "a cache that cannot be written", "null/train_gpt2.*XDG_CACHE_HOME",
+                path.name)
     (folder / "my_rmsnorm_forwrd.cu").write_text("int main() {}\n")
     refused(folder, "a name like the file's", "such as my_rmsnorm_forward;", "my_rmsnorm_forwrd.cu")
     block, rest = written[written.index("\nBLOCK("):].split("\n", 2)[1:]
@@ -391,17 +448,23 @@ def test_files(folder):
     for name, wish, text in (
             ("file without a kernel", "no kernel of an exercise", "int main() {}\n"),
             ("kernel without BLOCK", "my_softmax_forward .*BLOCK", rest),
-            ("missing parameter", r"wrong parameters, .*\); expected .real\* out", whole.replace("int V, ", "")),
+            ("missing parameter", r"wrong parameters, .*\); expected .real\* out",
+             whole.replace("int V, ", "")),
             ("parameter", "my_softmax_forward .* double V.*; expected .*int V, int Vp",
              whole.replace("int V", "double V")),
-            ("another name", "expected one such as my_softmax_forward;", whole.replace("softmax_f", "softmaxf")),
-            ("two kernels", "one kernel of an exercise", whole + whole.replace("my_softmax", "my_gelu", 1)),
+            ("another name", "expected one such as my_softmax_forward;",
+             whole.replace("softmax_f", "softmaxf")),
+            ("two kernels", "one kernel of an exercise",
+             whole + whole.replace("my_softmax", "my_gelu", 1)),
             *((wrong, wish, f"// one\n/* two\n*/\n{wrong}\n{rest}") for wrong, wish in (
-                ("BLOCK(2048, threads)", "at most 1024"), ("BLOCK(32, 1, 1)", "BLOCK.threads, items"),
+                ("BLOCK(2048, threads)", "at most 1024"),
+                ("BLOCK(32, 1, 1)", "BLOCK.threads, items"),
                 ("BLOCK(256)", r"line 4: BLOCK\(256\): expected BLOCK\(threads, items\), .*number"),
                 ("BLOCK(256 threads)", r"line 4: BLOCK\(256 threads\): expected BLOCK"),
-                ("BLOCK(B, threads)  // B", r"line 4: BLOCK\(B, threads\): expected BLOCK.* number"),
-                ("BLOCK(64, (threads / 32))", r"line 4: .*\): expected BLOCK.* without parentheses"),
+                ("BLOCK(B, threads)  // B",
+                 r"line 4: BLOCK\(B, threads\): expected BLOCK.* number"),
+                ("BLOCK(64, (threads / 32))",
+                 r"line 4: .*\): expected BLOCK.* without parentheses"),
                 ("BLOCK(32, thread)", "BLOCK over my_softmax_forward: .*'thread'"),
                 ("BLOCK(32, 0 * threads)", "BLOCK over my_softmax_forward: .*nothing")))):
         (folder / "other.cu").write_text(text)
@@ -416,17 +479,22 @@ def test_whole(folder):
     status, text, _ = exercise(folder, path.name)
     check("right", status == 0 and "right, at all sizes, in fp32 and bf16" in text, text)
     check("its accesses", ("no access is out of bounds" in text) == (sanitizer is not None), text)
-    check("its races", ("no two threads are in a race" in text) == (grade.race_variables() is not None), text)
+    check("its races",
+          ("no two threads are in a race" in text) == (grade.race_variables() is not None), text)
     path.write_text(right, encoding="utf-8-sig")  # as some editors do, with a byte order mark
-    with mock.patch.multiple("dev.lab.grade", sanitizer_variables=lambda: None, race_variables=lambda: None):
+    with mock.patch.multiple("dev.lab.grade", sanitizer_variables=lambda: None,
+                             race_variables=lambda: None):
         status, text, _ = exercise(folder, path.name)
     check("no sanitizer, no hooks", status == 0 and re.search(
         "no AddressSanitizer\n.*races were not looked for, which needs g.. 11", text), text)
-    path.write_text(filled("rmsnorm_forward", BLOCK_ROW.replace("part[threadIdx.x] = sum;\n    __syncthreads();",
-                                                                "part[threadIdx.x] = sum;"), block=ROW))
+    path.write_text(filled("rmsnorm_forward",
+                           BLOCK_ROW.replace("part[threadIdx.x] = sum;\n    __syncthreads();",
+                                                                "part[threadIdx.x] = sum;"),
+                           block=ROW))
     status, text, _ = exercise(folder, path.name)
     check("a race", status == 1 and (not grade.race_variables() or re.search(
-        r"race on part\[32\]:\n.*line \d+: if .*half\].*\n.*line \d+: part\[threadIdx.x\] = sum", text)), text)
+        r"race on part\[32\]:\n.*line \d+: if .*half\].*\n.*line \d+: part\[threadIdx.x\] = sum",
+        text)), text)
     path.write_text(right.replace(") + to", ") - to"))
     with mock.patch("dev.lab.grade.sanitizer_variables", return_value=None):
         status, text, _ = exercise(folder, path.name)

@@ -1,6 +1,6 @@
 """Test dev/lab/first_evening.ipynb: run its cells as a student without a GPU would.
 
-    pytest dev/lab/tests/test_first_evening.py --checked 99  # all cells that call the checker, not one: two minutes
+    pytest dev/lab/tests/test_first_evening.py --checked 99  # all cells, in two minutes
 
 A notebook is JSON, so Jupyter is not needed: its code cells run in one namespace, in order.
 """

@@ -1,5 +1,6 @@
-"""Test that the judge's "right" means right: it refuses what only bf16 does, what no GPU compiles or
-launches, arrays fitted to the checks' sizes, and waste; and it accepts right kernels in all dtypes.
+"""Test that the judge's "right" means right: it refuses what only bf16 does, what no GPU compiles
+or launches, arrays fitted to the checks' sizes, and waste; and it accepts right kernels in all
+dtypes.
 """
 import re
 from unittest import mock
@@ -50,21 +51,26 @@ EVERYTHING = NUMBER + """
 WHOLE_ROW = BLOCK_A_ROW.replace("v = threadIdx.x; v < V; v += blockDim.x", "v = 0; v < V; v++")
 ADD = "from_float(out[i], to_float(inp1[i]) + to_float(inp2[i]));"
 # __shared__ arrays of these sizes, in front of a sum
-SHARED = [RESIDUAL.replace(ADD, f"""{" ".join(f"__shared__ float e{n}[{size}];" for n, size in enumerate(sizes))}
+SHARED = [RESIDUAL.replace(ADD, f"""{declared}
     e0[threadIdx.x] = to_float(inp1[i]);
     from_float(out[i], e0[threadIdx.x] + to_float(inp2[i]));
-""") for sizes in ((50304,), (8192, 4097), (8192, 4096))]
+""") for declared in ("__shared__ float e0[50304];",
+                      "__shared__ float e0[8192]; __shared__ float e1[4097];",
+                      "__shared__ float e0[8192]; __shared__ float e1[4096];")]
 B32, B16, R32, R16 = ((look_for, dtype) for look_for in (grade.BOUNDS, grade.RACES)
                       for dtype in ("fp32", "bf16"))
 ALL = B32, B16, R32, R16
-TOO_MUCH = r"its __shared__ arrays have {} bytes, and a block may declare 49,152 line \d+: __shared__ .* in {}"
+TOO_MUCH = (r"its __shared__ arrays have {} bytes, and a block may declare 49,152 line \d+: "
+            r"__shared__ .* in {}")
 CASES = (  # exercise, BLOCK, body, and what is said, or None, by the processes that can say it
     (ALL, "right", "residual_forward", "", RESIDUAL, None),
     (ALL, "a block a row", "softmax_forward", "BLOCK(256, 1)", BLOCK_A_ROW, None),
     ((B32, R32), "200 KB", "residual_forward", "", SHARED[0], TOO_MUCH.format("201,216", "fp32")),
-    ((B16, R32), "two arrays, 4 bytes too large", "residual_forward", "", SHARED[1], TOO_MUCH.format("49,156", "")),
+    ((B16, R32), "two arrays, 4 bytes too large", "residual_forward", "", SHARED[1],
+     TOO_MUCH.format("49,156", "")),
     ((B32, R16), "two arrays of 48 KB", "residual_forward", "", SHARED[2], None),
-    ((R32,), "a block a row of 1,024 threads", "softmax_forward", "BLOCK(1024, 1)", BLOCK_A_ROW, None),
+    ((R32,), "a block a row of 1,024 threads", "softmax_forward", "BLOCK(1024, 1)", BLOCK_A_ROW,
+     None),
     ((B16,), "a read too far in bf16", "residual_forward", "", RESIDUAL.replace(
         ADD, "float more = sizeof(real) == 2 ? to_float(inp1[i + 1]) : 0.0f; "
         "from_float(out[i], to_float(inp1[i]) + to_float(inp2[i]) + 0 * more);"),
@@ -84,10 +90,12 @@ CASES = (  # exercise, BLOCK, body, and what is said, or None, by the processes 
 """.replace("ADD", ADD)), r"race on out.* in bf16"),
     ((R32,), "a loop over everything", "residual_forward", "", EVERYTHING,
      r"slow: it takes [\d,]+ times as many steps as version 1.*every thread loops"),
-    ((R32,), "every thread reads its whole row", "softmax_forward", "BLOCK(256, 1)", WHOLE_ROW.replace(
+    ((R32,), "every thread reads its whole row", "softmax_forward", "BLOCK(256, 1)",
+     WHOLE_ROW.replace(
         "top = block_reduce<warp_max>(top, LOWEST);", "").replace(
         "sum = block_reduce<warp_sum>(sum, 0.0f);", ""),
-     r"slow: it reads each number of its inputs [\d,]+ times on average, and version 1 .* [\d.]+ ti"),
+     r"slow: it reads each number of its inputs [\d,]+ times on average, and version 1 .* [\d.]+ "
+     r"ti"),
     ((R32,), "a block a number", "residual_forward", "BLOCK(256, 1)", RESIDUAL,
      r"slow: 2,581 of 2,592 blocks do nothing BLOCK says .* covers 1, so .* 236 items each"),
     ((R32,), "a thread of each block", "residual_forward", "BLOCK(256, 1)", f"""
@@ -104,7 +112,8 @@ CASES = (  # exercise, BLOCK, body, and what is said, or None, by the processes 
     float s = 1.0f / sqrtf(variance / C + 1e-5f);
     for (int c = 0; c < C; c++) {
         from_float(copy[(size_t)row * C + c], x[c]);
-        from_float(out[(size_t)row * C + c], (x[c] - m) * s * to_float(weight[c]) + to_float(bias[c]));
+        from_float(out[(size_t)row * C + c],
+                   (x[c] - m) * s * to_float(weight[c]) + to_float(bias[c]));
     }
     mean[row] = m, rstd[row] = s;
 """, r"index 1600 is out of bounds.*line \d+: for .*m \+= x\[c\].*,C=1[6-9]\d\d"),
@@ -167,8 +176,9 @@ def test_gpus(folder):
         (gpu, dtype) for gpu in ("sm_80", "sm_90a") for dtype in ("fp32", "bf16")], facts)
     check("shared memory of block_reduce", {f["shared"] for f in facts} <= {128, 256}, facts[0])
     check("the line", re.fullmatch(
-        r"\d+ registers, no spills, (128|256) bytes of shared memory: \d blocks of 256 threads fit on "
-        r"a multiprocessor of an H100 \(occupancy \d+%\)", on_gpus.remark(facts)), on_gpus.remark(facts))
+        r"\d+ registers, no spills, (128|256) bytes of shared memory: \d blocks of 256 threads fit "
+        r"on a multiprocessor of an H100 \(occupancy \d+%\)", on_gpus.remark(facts)),
+          on_gpus.remark(facts))
 
 
 @fast
@@ -184,33 +194,38 @@ def test_launches(folder):
             (h100, Used(65, 0, 0), 1024, 0, 0),  # and one more
             (h100, Used(168, 0, 0), 1024, 0, 0),
             (h100, Used(255, 0, 0), 250, 0, 1),  # 250 threads are 8 warps
-            (h100, Used(16, 0, 48 * 1024), 256, 0, 4), (h100, Used(16, 0, 48 * 1024 + 4), 256, 0, 0),
+            (h100, Used(16, 0, 48 * 1024), 256, 0, 4),
+            (h100, Used(16, 0, 48 * 1024 + 4), 256, 0, 0),
             (a100, Used(16, 0, 48 * 1024), 256, 0, 3),
             (h100, Used(16, 0, 0), 256, 227 * 1024, 1), (a100, Used(16, 0, 0), 256, 227 * 1024, 0)):
         found = on_gpus.blocks_that_fit(gpu, used, threads, dynamic)
-        check(f"{gpu.name}: {tuple(used)}, {threads} threads, {dynamic} bytes", found == wish, found)
+        check(f"{gpu.name}: {tuple(used)}, {threads} threads, {dynamic} bytes", found == wish,
+              found)
     path = folder / "my_softmax_forward.cu"
     path.write_text(filled("softmax_forward", SOFTMAX, block="BLOCK(1024, threads)"))
-    facts = [dict(gpu="sm_90a", dtype="fp32", threads=1024, dynamic=0, registers=168, spilled=0, shared=0,
-                  blocks=0)]
+    facts = [dict(gpu="sm_90a", dtype="fp32", threads=1024, dynamic=0, registers=168, spilled=0,
+                  shared=0, blocks=0)]
     lines = on_gpus.launch_lines(Submission(path), facts)
     check("too many registers", re.search(
-        r"168 registers, so 1024 threads need 172,032, .*65,536 line \d+: BLOCK.*__launch_bounds__.1024",
-        said(lines)), lines)
+        r"168 registers, so 1024 threads need 172,032, .*65,536 line \d+: "
+        r"BLOCK.*__launch_bounds__.1024", said(lines)), lines)
 
 
 @fast
 def test_sizes():
-    """The last sizes of a check are larger than all others, of the same kind, and drawn by the text."""
+    """The last sizes of a check are larger than all others, of the same kind, and drawn by the
+    text."""
     for name in exercise_names():
         checks = checks_of(EXERCISES[name], find_ladder(name))
         drawn, again, *others = (larger(checks, text) for text in "aabcde")
-        most = {key: max((sizes.get(key, 0) for sizes in checks if sizes.get(key, 0) < 10000), default=0)
+        most = {key: max((sizes.get(key, 0) for sizes in checks if sizes.get(key, 0) < 10000),
+                         default=0)
                 for key in drawn}  # a whole vocabulary takes too long
         fixed = {key for key in drawn if len({sizes.get(key) for sizes in checks}) == 1}
         rows = [sizes["B"] * sizes["T"] for sizes in (drawn, *checks) if "B" in sizes]
-        ok = (drawn == again and others.count(drawn) < 4 and all(drawn[key] > most[key] for key in drawn.keys() - fixed
-                                              if key in ("C", "OC", "V", "H", "n", "NH"))
+        ok = (drawn == again and others.count(drawn) < 4 and
+              all(drawn[key] > most[key] for key in drawn.keys() - fixed
+                  if key in ("C", "OC", "V", "H", "n", "NH"))
               and all(drawn[key] == most[key] for key in fixed - {"B", "T", "NKV", "NH"})
               and (not rows or rows[0] > max(rows[1:])) and
               (drawn.get("C", 32) % 32 == 0 or any(sizes["C"] % 32 for sizes in checks))
@@ -220,8 +235,8 @@ def test_sizes():
 
 
 def test_roundings():
-    """Where all numbers round to bf16 in the same way, as 1/30 does, the rounded truth is right; one that
-    is cut off is not."""
+    """Where all numbers round to bf16 in the same way, as 1/30 does, the rounded truth is right;
+    one that is cut off is not."""
     truth = np.full((4, 8), 1 + 0.6 / 128)
     right, cut = to_bf16(truth), (np.float32(truth).view(np.uint32) >> 16).astype(np.uint16)
     assert (right != cut).any()
@@ -232,16 +247,19 @@ def test_roundings():
 
 @fast
 def test_order():
-    """The surest explanation is said, and nobody waits for a process that cannot have a better one."""
+    """The surest explanation is said, and nobody waits for a process that cannot have a better
+    one."""
     jobs = [(grade.GPU, ["fp32"], 0), (grade.BOUNDS, ["fp32"], 0), (grade.RACES, ["fp32"], 0),
             (grade.BOUNDS, ["bf16"], 0), (grade.RACES, ["bf16"], 0)]
     compiling, running = grade.COMPILER, grade.ACCESS
     for name, complaint, waiting, wish in (
             ("a compiler error", (grade.COMPILER, 1), {3: compiling, 2: grade.RACE}, True),
             ("NVRTC's, while g++ compiles", (grade.GPU_COMPILER, 0), {1: compiling}, False),
-            ("NVRTC's, when g++ has done it", (grade.GPU_COMPILER, 0), {1: running, 2: grade.RACE}, True),
+            ("NVRTC's, when g++ has done it", (grade.GPU_COMPILER, 0), {1: running, 2: grade.RACE},
+             True),
             ("out of bounds", (grade.ACCESS, 1), {2: grade.RACE, 3: running}, True),
-            ("a wrong number, while races are looked for", (grade.RESULT, 1), {2: grade.RACE}, False),
+            ("a wrong number, while races are looked for", (grade.RESULT, 1), {2: grade.RACE},
+             False),
             ("a race, while accesses are looked at", (grade.RACE, 2), {1: running}, False),
             ("waste", (grade.WASTE, 2), {1: running, 3: compiling}, True),
             ("too slow, while steps are counted", (grade.SLOW, 1), {2: grade.RACE}, False),
@@ -259,6 +277,7 @@ def test_facts(folder):
         lines = said(grade.looked_for(found))
     check("right, and nothing was looked for", found.lines == [] and not any(found.looked.values())
           and found.gpu == [] and found.dtypes == ["fp32", "bf16"], found)
-    check("  and it says so", re.search("accesses were not.*races were not.*GPU.*pip install", lines), lines)
+    check("  and it says so",
+          re.search("accesses were not.*races were not.*GPU.*pip install", lines), lines)
     path.write_text(filled("matmul_forward", NUMBER + "    if (i == 0) mma_tf32;\n"))
     check("tensor cores bring tf32", Submission(path).dtypes == ["fp32", "bf16", "tf32"])

@@ -1,4 +1,5 @@
-"""Test what leads a student on: the list, goals, hints, solutions, times on a GPU and leaderboards."""
+"""Test what leads a student on: the list, goals, hints, solutions, times on a GPU and
+leaderboards."""
 import contextlib
 import json
 import os
@@ -19,7 +20,8 @@ from dev.tests.checks import check, check_refusal, fast
 from dev.tests.trainings import call
 
 NAMES = exercise_names()
-RIGHT = grade.Judgement([], {grade.BOUNDS: True, grade.RACES: True, grade.GPU: True}, ["fp32", "bf16"], [])
+RIGHT = grade.Judgement([], {grade.BOUNDS: True, grade.RACES: True, grade.GPU: True},
+                        ["fp32", "bf16"], [])
 WRONG = grade.Judgement(["wrong: out[0]"], {}, [], [])
 RUNGS = [[3e-4, 1, "naive"], [5e-5, 2, "better"], [2e-5, 3, "best"]]
 
@@ -168,7 +170,8 @@ def test_goals_of_figures():
             ("spills first", ["no spills", "sectors a load", "one pass"],
              wishes(rows((27, 4), moved=3), rows(), facts=[dict(spilled=8)])),
             ("the next version", ["within 10% of version 2: at most 55.0 us. Yours takes 61.0, .* "
-                                  "50.0: better"], wishes(times=on_gpus.Times("H200", 6.1e-5, RUNGS))),
+                                  "50.0: better"],
+             wishes(times=on_gpus.Times("H200", 6.1e-5, RUNGS))),
             ("the one after", ["within 10% of version 3: at most 22.0 us"],
              wishes(times=on_gpus.Times("H200", 5.4e-5, RUNGS))),
             ("the best", [], wishes(times=on_gpus.Times("H200", 2.1e-5, RUNGS)))):
@@ -186,7 +189,8 @@ def test_traffic_of_softmax(folder):
         ok("three passes", len(lines) == 1 and "one pass" in lines[0], lines)
         ok("  the sectors of a load", abs(progress.sectors_of(found) - 4) < 0.2, found)
     path.write_text("int main() {}\n")
-    ok("what cannot be counted", "was not counted: " in said(progress.counted(Submission(path))["report"]))
+    ok("what cannot be counted",
+       "was not counted: " in said(progress.counted(Submission(path))["report"]))
 
 
 # ---- Hints and solutions
@@ -249,7 +253,8 @@ def test_solutions(folder):
         text = "".join(progress.solution(Submission(written(folder, name)), number))
         ok(f"{name} {number}: its helpers", (f"namespace my_{name}_ {{" in text) == wish, text)
     path = written(folder, "encoder_forward")
-    ok("the same parameters", "parameters are not" not in said(progress.solution(Submission(path), 1)))
+    ok("the same parameters",
+       "parameters are not" not in said(progress.solution(Submission(path), 1)))
     path = written(folder, "rope_forward")
     ok("other parameters", "parameters are not" in said(progress.solution(Submission(path), 1)))
     for name, number, change in (("softmax_forward", 3, ""), ("rmsnorm_forward", 1, "_again")):
@@ -277,7 +282,8 @@ def test_solutions(folder):
 @fast
 def test_on_gpu(folder):
     """All files that the lab's versions need are compiled for a GPU."""
-    for name, wish, C in (("gqa_forward", ["gqa_forward.cu", "repeat_kv_forward.cu", "attention_forward.cu"], None),
+    for name, wish, C in (("gqa_forward", ["gqa_forward.cu", "repeat_kv_forward.cu",
+                                           "attention_forward.cu"], None),
                           ("layernorm_forward", ["layernorm_forward.cu"], 768)):
         path = written(folder, name)
         with mock.patch("dev.lab.on_gpus.compiled", side_effect=KeyboardInterrupt) as made:

@@ -1,12 +1,13 @@
 """Kernels as students write them, right and wrong, and what the lab's judge says of each.
 
-    pytest dev/lab/tests/test_students.py                       # some of them, others on another day
+    pytest dev/lab/tests/test_students.py                   # some of them, others on another day
     pytest dev/lab/tests/test_students.py -m ""                 # every one
-    pytest dev/lab/tests/test_students.py -m "" -k softmax      # those with this word in their names
+    pytest dev/lab/tests/test_students.py -m "" -k softmax  # those with this word in their names
 
-They are in dev/lab/tests/students. The first line of each says what a GPU makes of it, in three dtypes and at all
-sizes: `// right`, or `// wrong: ` and a regular expression that the judge's message must match. If lines end in `//!`,
-the message must name one of them. Each file is graded by itself, as a student does it.
+They are in dev/lab/tests/students. The first line of each says what a GPU makes of it, in three
+dtypes and at all sizes: `// right`, or `// wrong: ` and a regular expression that the judge's
+message must match. If lines end in `//!`, the message must name one of them. Each file is graded by
+itself, as a student does it.
 """
 import datetime
 import random
@@ -26,7 +27,8 @@ DRAWN = 3  # some 13 CPU seconds each
 
 
 def expected(path):
-    """(the words of the message or None if the kernel is right, the lines one of which it names)."""
+    """(the words of the message or None if the kernel is right, the lines one of which it
+    names)."""
     lines = path.read_text(encoding="utf-8").splitlines()
     found = re.fullmatch(r"// (right|wrong: (.+))", lines[0])
     assert found, f"{path.name}: begins with {lines[0]!r}; expected // right or // wrong: words"
@@ -61,7 +63,8 @@ def each():
     """All files: those that are not drawn today are for `-m longest`."""
     paths = sorted(STUDENTS.glob("*.cu"))
     drawn = random.Random(datetime.date.today().toordinal()).sample(paths, DRAWN)
-    return [pytest.param(path, id=path.stem, marks=[pytest.mark.longest] * (path not in drawn)) for path in paths]
+    return [pytest.param(path, id=path.stem, marks=[pytest.mark.longest] * (path not in drawn))
+            for path in paths]
 
 
 @pytest.mark.parametrize("path", each())

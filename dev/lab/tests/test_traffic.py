@@ -1,5 +1,5 @@
-"""Test the count of memory traffic: small kernels whose sectors and turns one counts by hand, an exercise, drawings,
-and the comparison with ncu.
+"""Test the count of memory traffic: small kernels whose sectors and turns one counts by hand, an
+exercise, drawings, and the comparison with ncu.
 """
 import contextlib
 import functools
@@ -29,8 +29,8 @@ __device__ float table[64];
 
 
 class Small(NamedTuple):
-    """A kernel of two blocks of 64 threads, which are four warps. The lines that end in //! are counted: {kind:
-    (requests, sectors or turns, the least, requests with lanes missing)}."""
+    """A kernel of two blocks of 64 threads, which are four warps. The lines that end in //! are
+    counted: {kind: (requests, sectors or turns, the least, requests with lanes missing)}."""
     name: str
     wish: dict
     body: str
@@ -203,9 +203,11 @@ def test_small_kernels(folder):
     """Small kernels, counted by hand."""
     path, text, marked = folder / "small.cu", HEAD, {}
     for number, (_, _, body) in enumerate(SMALL):
-        text += (f'BLOCK(64, threads)\nextern "C" __global__ void kernel{number}(float* out, float* inp, int* counter, '
-                 "half* low) {\n    [[maybe_unused]] int t = threadIdx.x, b = blockIdx.x, i = 64 * b + t;")
-        marked[number] = {text.count("\n") + j + 1 for j, line in enumerate(body.split("\n")) if line.endswith("//!")}
+        text += (f'BLOCK(64, threads)\nextern "C" __global__ void kernel{number}(float* out, '
+                 'float* inp, int* counter, ' "half* low) {\n    [[maybe_unused]] int t = "
+                 "threadIdx.x, b = blockIdx.x, i = 64 * b + t;")
+        marked[number] = {text.count("\n") + j + 1 for j, line in enumerate(body.split("\n"))
+                          if line.endswith("//!")}
         text += f"{body}}}\n"
     path.write_text(text)
 
@@ -215,10 +217,12 @@ def test_small_kernels(folder):
     device = counted.CountingCpu("fp32", Kernels())
     for number, (name, wish, _) in enumerate(SMALL):
         arrays = [(key, device.empty(4 * 8192).view(np.float32)) for key in ("out", "inp")]
-        arrays += [("counter", device.empty(64).view(np.int32)), ("low", device.empty(512).view(np.uint16))]
+        arrays += [("counter", device.empty(64).view(np.int32)),
+                   ("low", device.empty(512).view(np.uint16))]
         for _, array in arrays:
             array[...] = 1
-        work = functools.partial(device.launch, f"kernel{number}", 128, *(x for _, x in arrays), shared=64 * 80)
+        work = functools.partial(device.launch, f"kernel{number}", 128, *(x for _, x in arrays),
+                                 shared=64 * 80)
         found = counted.count(device, work, arrays, path.name)
         sums = {}
         for c in found.counts:
@@ -244,13 +248,16 @@ def test_an_exercise(folder):
     """A softmax of a thread a row: 27 rows are 27 sectors a load; the report; and a drawing."""
     path = folder / "my_softmax_forward.cu"
     path.write_text(filled("softmax_forward", ROW))
-    at = next(i for i, line in enumerate(path.read_text().splitlines(), 1) if "largest = fmaxf" in line)
+    at = next(i for i, line in enumerate(path.read_text().splitlines(), 1)
+              if "largest = fmaxf" in line)
     sizes = dict(B=3, T=9, V=257, Vp=384)
     found = traffic.traffic_of(Submission(path), sizes)
     count = next(c for c in found.counts if c.line == at)
     check("a thread a row", (count.requests, count.each, count.kind) == (257, 27, "load"), count)
-    check("the fewest sectors", (found.read, found.written) == (27 * (-(-257 // 8)), 27 * 384 // 8), found[1:])
-    for head in ("#include <cuda_runtime.h>\n#include <assert.h>\n", "#include <cfloat>\n#include <cuda_bf16.h>\n",
+    check("the fewest sectors", (found.read, found.written) == (27 * (-(-257 // 8)), 27 * 384 // 8),
+          found[1:])
+    for head in ("#include <cuda_runtime.h>\n#include <assert.h>\n",
+                 "#include <cfloat>\n#include <cuda_bf16.h>\n",
                  "#include <math.h>\n"):
         other = folder / "my_softmax_forward_as_for_nvcc.cu"
         row = ROW.replace("LOWEST", "-FLT_MAX" if "float" in head else "-INFINITY")
@@ -260,9 +267,11 @@ def test_an_exercise(folder):
     with mock.patch.object(traffic, "figures_of_version", lambda name, number, *_: {
             **traffic.figures_of(found), "sectors a load": float(number)}):
         said = traffic.report(Submission(path), sizes)
-    wish = [f"  line {at}: 27.0 sectors a load (4.0 would do)   for (int v = 0; v < V; v++) largest",
-            f"yours  version 1  version {len(find_ladder('softmax_forward').versions)}", "  sectors a load  "]
-    check("the report", all(any(part in line for line in said) for part in wish), " ".join(said)[:300])
+    wish = ([f"  line {at}: 27.0 sectors a load (4.0 would do)   for (int v = 0; v < V; v++) "
+             "largest", f"yours  version 1  version {len(find_ladder('softmax_forward').versions)}",
+             "  sectors a load  "])
+    check("the report", all(any(part in line for line in said) for part in wish),
+          " ".join(said)[:300])
     readme = (traffic.LAB / "README.md").read_text(encoding="utf-8")
     strange = [row for row in traffic.figures_of(found) if f"| {row} |" not in readme]
     check("the README explains each row of the table", not strange, strange)
@@ -271,10 +280,12 @@ def test_an_exercise(folder):
         f"inp[{26 * 384}]", "26", *"......."], " ".join(lines)[:80])
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        traffic.main([str(path), "--shape", "B=3,T=9,V=257,Vp=384", "--draw", str(at), "--svg", str(folder / "a.svg")])
+        traffic.main([str(path), "--shape", "B=3,T=9,V=257,Vp=384", "--draw", str(at), "--svg",
+                      str(folder / "a.svg")])
     check("--draw and --svg", out.getvalue().splitlines()[:-1] == lines and
           (folder / "a.svg").read_text().count('height="11"') == 27, out.getvalue()[-60:].strip())
-    check_refusal("a line without accesses", f"line 1 of .* touches no memory.*these do: {at}", traffic.main,
+    check_refusal("a line without accesses", f"line 1 of .* touches no memory.*these do: {at}",
+                  traffic.main,
                   [str(path), "--draw", "1"])
 
 
@@ -287,9 +298,10 @@ def test_drawings():
         [str(i) for i in range(32)]])
     check("a column: 32 turns", [line.split()[2:] for line in drawn(lambda i: 128 * i, 4)] == [
         [str(i), *"." * 31] for i in range(32)])
-    check("16 bytes: four turns", [line.split()[2] for line in drawn(lambda i: 16 * i, 16)] == ["0", "8", "16", "24"])
-    check("16 bytes in pairs: two turns", [line.split()[2] for line in drawn(lambda i: i // 2 * 16, 16)] == [
-        "0-1", "16-17"])
+    check("16 bytes: four turns",
+          [line.split()[2] for line in drawn(lambda i: 16 * i, 16)] == ["0", "8", "16", "24"])
+    check("16 bytes in pairs: two turns",
+          [line.split()[2] for line in drawn(lambda i: i // 2 * 16, 16)] == ["0-1", "16-17"])
     check("all the same: one turn", [line.split()[2] for line in drawn(lambda i: 0, 4)] == ["0-31"])
     check("but 32 of an atomic", len(drawn(lambda i: 0, 4, "atomic")) == 32)
 
@@ -297,10 +309,12 @@ def test_drawings():
 def test_sizes():
     """Each ladder's sizes for counting fit its problem, and have several blocks' worth of rows."""
     found = {name: traffic.text_of(traffic.sizes_of(find_ladder(name))) for name in
-             ("softmax_forward", "matmul_forward", "attention_forward", "gqa_forward", "global_norm")}
+             ("softmax_forward", "matmul_forward", "attention_forward", "gqa_forward",
+              "global_norm")}
     check("sizes", found == dict(
         softmax_forward="B=3,T=100,V=500,Vp=512", matmul_forward="B=2,T=64,C=128,OC=128",
-        attention_forward="B=2,T=128,NH=2,HS=64", gqa_forward="B=2,T=128,NH=2,NKV=1,HS=64", global_norm="n=32768"),
+        attention_forward="B=2,T=128,NH=2,HS=64", gqa_forward="B=2,T=128,NH=2,NKV=1,HS=64",
+        global_norm="n=32768"),
         found)
 
 
@@ -310,7 +324,7 @@ NCU = """==PROF== Connected to process 7
 "0","7","python","residual_forward3(float *)","1","l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum","","64,000"
 "1","7","python","other","1","l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum","","1"
 "2","7","python","permute1","1","l1tex__t_requests_pipe_lsu_mem_global_op_ld.sum","","3,072"
-"""
+"""  # noqa: E501
 WIDE = """"ID","Kernel Name","l1tex__t_requests_pipe_lsu_mem_global_op_ld.sum"
 "","",""
 "0","permute1","3,072"
@@ -320,17 +334,22 @@ WIDE = """"ID","Kernel Name","l1tex__t_requests_pipe_lsu_mem_global_op_ld.sum"
 def test_ncu_compared(folder):
     """The table beside ncu's counters, of what ncu might print."""
     (folder / "ncu.csv").write_text(NCU)
-    (folder / "launched.json").write_text(json.dumps([["residual_forward", 3, ["residual_forward3"]],
+    (folder / "launched.json").write_text(json.dumps([["residual_forward", 3,
+                                                       ["residual_forward3"]],
                                                       ["permute", 1, ["permute1"]]]))
-    cpu = {("residual_forward", 3): [3600, 57600, *[0] * 10], ("permute", 1): [3072, 12288, *[0] * 10]}
+    cpu = {("residual_forward", 3): [3600, 57600, *[0] * 10],
+           ("permute", 1): [3072, 12288, *[0] * 10]}
     out = io.StringIO()
     with contextlib.redirect_stdout(out), mock.patch.object(counters, "KERNELS", tuple(cpu)), \
             mock.patch.object(counters, "on_cpu", lambda *key: cpu[key]):
         counters.main(["--read", str(folder)])
     lines = [re.sub(" +", " ", line).strip() for line in out.getvalue().splitlines()]
-    check("the table", lines[1:] == ["residual_forward 3 loads 3,600 3,600 equal", "their sectors 57,600 64,000 -10.0%",
-                                     "permute 1 loads 3,072 3,072 equal", "their sectors 12,288 - unknown"], lines)
-    check("a row for each launch", counters.read_ncu(WIDE)[0][1][counters.lsu("requests", "ld")[0]] == 3072)
+    check("the table", lines[1:] == ["residual_forward 3 loads 3,600 3,600 equal",
+                                     "their sectors 57,600 64,000 -10.0%",
+                                     "permute 1 loads 3,072 3,072 equal",
+                                     "their sectors 12,288 - unknown"], lines)
+    check("a row for each launch",
+          counters.read_ncu(WIDE)[0][1][counters.lsu("requests", "ld")[0]] == 3072)
     check_refusal("no folder", "launched.json: could not be read .*--out writes it", counters.main,
                   ["--read", str(folder / "none")])
     check_refusal("no table", "no table", counters.read_ncu, "==ERROR== no permission")

@@ -1,5 +1,5 @@
-"""Test what is said of mistakes with CUDA's words: a lane that does not come, a race, a word that is
-not there.
+"""Test what is said of mistakes with CUDA's words: a lane that does not come, a race, a word that
+is not there.
 """
 
 import os
@@ -29,8 +29,8 @@ STUCK = (  # what the kernel does, what is said; {n} is the number of the line t
     ),
     (
         "if (t >= 32) return;\n    out[t] = __shfl_xor_sync(0xffffu, in[t], 1);  //!",
-        "threads 16-31 wait in __shfl_xor_sync with the mask 0x0000ffff, which leaves out the lane that "
-        "calls, at line {n} ",
+        "threads 16-31 wait in __shfl_xor_sync with the mask 0x0000ffff, which leaves out the lane "
+        "that calls, at line {n} ",
     ),
     (
         "if (t < 4) __syncwarp(t < 2 ? 0xfu : 0x7u);  //!",
