@@ -16,17 +16,15 @@ from dev.lab import workers
 from dev.tests import checks, models
 
 # The longest files begin, so that two processes end together. Those of SPLIT are not kept whole.
-FIRST = ("test_ranks", "test_programs", "test_llama3", "test_kills", "test_exercise", "test_races",
-         "test_resume")
+FIRST = ["test_" + x for x in "ranks programs llama3 kills exercise races resume".split()]
 SPLIT = "test_programs", "test_llama3", "test_students"
 
 
 def pytest_addoption(parser):
     parser.addoption("--device", choices=("cpu", "cuda"), help="default: the CPU, and a GPU if any")
-    for name, default in dict(kills=0, faults=3, checked=1, numbers=0, plant=-1).items():
-        parser.addoption(f"--{name}", type=int, default=default, help="see the files of long tests")
-    for name in ("--checkpoint", "--state"):
-        parser.addoption(name, help="of a dump: test_llama3.py")
+    more = dict(kills=0, faults=3, checked=1, numbers=0, plant=-1, checkpoint="", state="")
+    for name, default in more.items():
+        parser.addoption(f"--{name}", type=type(default), default=default, help="see long tests")
 
 
 def pytest_configure(config):

@@ -1,7 +1,7 @@
 """Test attention's gradient with five products, dev/features/hopper/attention_five.cu, for heads of
 128 channels.
 
-    pytest dev/tests/test_five.py -m longest  # on the CPU: each of some faults has to be found
+    pytest dev/tests/test_attention_five.py -m longest  # on the CPU: faults are found
 
 On a Hopper GPU: also the same bits in ten runs.
 """
@@ -192,7 +192,7 @@ def test_others(device_name):
 @pytest.mark.parametrize("i", range(len(PLANTED)), ids=[what for what, *_ in PLANTED])
 def test_planted(i):
     """With a fault the checks have to fail, or to hang; without one they pass."""
-    program = f"import sys; from dev.tests.test_five import plant; sys.exit(plant({i}))"
+    program = f"import sys; from dev.tests.test_attention_five import plant; sys.exit(plant({i}))"
     try:
         done = subprocess.run([sys.executable, "-c", program], timeout=SECONDS)
         said = {0: "passes", NOTICED: "fails"}.get(done.returncode,
