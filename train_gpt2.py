@@ -199,7 +199,7 @@ def batch_table(B, T):
         Row("tokens", (B, T), np.int32),
         Row("targets", (B, T), np.int32),  # for each token the one that follows
         Row("order", (B * T,), np.int32),  # the N positions, sorted by token
-        Row("runs", (B * T, 2), np.int32),  # of equal tokens in it: where each begins, its length
+        Row("runs", (B * T, 2), np.int32),  # of one token in order: (first index, length)
     ]
 
 
@@ -334,8 +334,8 @@ class GPT2:
 
     def layer_backward(self, l):
         """layer_forward(l), read upwards: each call takes the gradient of what its twin there made,
-        and makes those of the twin's inputs. (fc's call ends with GELU there, so fcproj's with its
-        derivative here.) dx is the gradient of the stream x, and so of each branch added to it."""
+        and makes those of the twin's inputs. (GELU ends fc's call there, its derivative fcproj's
+        call here.) dx is the gradient of the stream x, and so of each branch added to it."""
         p, g, a = self.layers[l]  # g: the gradients of p
         dx = self.back.dresidual  # (N,C)
         dqkv = self.back.dqkv  # (N,3C)
@@ -370,7 +370,7 @@ class GPT2:
         adds = self.micro > 0
         device.matmul(dweight, dout.T, inp, accumulate=adds)  # (OC,N) @ (N,C) -> (OC,C)
         N, OC = dout.shape
-        shares = max(1, min(128, N // 32))  # of the rows; a block sums some columns of one
+        shares = max(1, min(128, N // 32))  # of the N rows; each adds one row of partials
         partials = self.back.partials  # (shares,OC) fits: it has 2 x 256 x C numbers
         device.launch("matmul_backward_bias", (OC, shares), partials, dout, N, OC)
         device.launch("add_partials", (OC, 1), dbias, None, partials, shares, OC, adds)
@@ -528,7 +528,7 @@ class GPT2:
 
     def update_pass(self):
         """AdamW on whole arenas, all tensors at once. The gradient g is scaled down to the norm
-        `clip`. Then
+        `clip` if that is smaller. Then
 
             m += (1 - beta1) * (g - m)      v += (1 - beta2) * (g * g - v)
             p -= learning_rate * (m / (sqrt(v) + eps) + weight_decay * p)
@@ -885,9 +885,9 @@ def layernorm_backward_launch(device, N):
 
 
 def classifier_launch(device, N, Vp, with_gradient):
-    """(blocks, logits that a block caches, bytes of shared memory). A gradient reads a row twice:
-    one block per multiprocessor caches it, and loads the next if both fit. The loss alone needs a
-    cache only for that; else each row has a block."""
+    """(blocks, logits that a block caches, bytes of shared memory). A gradient reads a row twice,
+    so a block caches it, one on each multiprocessor, and loads the next if two fit. The loss alone
+    uses that too, if two fit; else a block a row."""
     room = min(2 * Vp, device.max_shared // 16 * device.W)
     loads_ahead = room == 2 * Vp
     if device.name == "cpu" or not (with_gradient or loads_ahead):
@@ -989,7 +989,7 @@ class Cuda:
             raise UserError(f"kernels.cu: there is no kernel {name} with a BLOCK(...) over it")
         function = self.functions[name]
         self.last_kernel = name
-        # 48 KiB need not be asked for; such a kernel declares up to 16 of them
+        # 48 KiB need no request; 16 are spared for arrays of the kernels
         if shared > 32 * 1024 and shared > function.max_dynamic_shared_size_bytes:
             function.max_dynamic_shared_size_bytes = shared
         function(*self.kernels[name].plan(items, args, self.W, threads), shared_mem=shared)

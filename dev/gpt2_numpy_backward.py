@@ -1,6 +1,5 @@
-"""GPT-2's backward pass in NumPy. Read it after dev/gpt2_numpy.py: its functions come in that
-order, each with its gradient, if it has one. train_gpt2.py does the same fast, and reuses
-memory.
+"""GPT-2's backward pass in NumPy. Read it after dev/gpt2_numpy.py, whose functions have
+their gradients here. train_gpt2.py does the same fast, and reuses memory.
 
 Names: dx is the gradient of the loss with respect to x, and has its shape. Most functions f(x)
 there have a df(dout, x) here: given dout, the gradient of what f returned, it returns the gradient
