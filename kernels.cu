@@ -260,9 +260,9 @@ extern "C" __global__ void encoder_forward(
 // dwte (Vp,C)[v] += the sum of the rows of dout (N,C) whose token is v. Atomics would add them in
 // any order, so the host sorts the positions by token: order (N). Equal tokens are a run, and
 // runs (N,2) has where in that order each begins, and its length: longest first, then zeros. Most
-// words occur once or twice, but one may make up a tenth of the batch. So the runs are gone through
-// twice, in step: run i, if it is long, by a whole block; run warps * i + w, if it is short, by
-// warp w. Lengths fall, so a block ends at the first i that finds neither. Usually there are far
+// words occur once or twice, but one may make up a tenth of the batch. So a block at
+// i adds run i, if that is long, with all its warps; then warp w adds run warps * i + w, if that is
+// short. Lengths fall, so the first i that finds neither is the end. Usually there are far
 // fewer runs than positions, so the grid has a warp for four positions, and a block goes on to i +
 // gridDim.x. Bound by latency. Items: N positions along x, C channels along y.
 BLOCK(1024, 128, 32 * W)
@@ -391,7 +391,7 @@ extern "C" __global__ void residual_layernorm_forward(
 // long one, and keeps the sums of its columns in registers. While a row is worked on, the next is
 // copied to shared memory (rows of a block, 2 stages, 3, C): some tens of KB are always on their
 // way to each multiprocessor, so one block on each is enough. Items: blocks. The host chooses their
-// number: see layernorm_sizes.
+// number: layernorm_backward_launch.
 #ifdef BIAS_SUMS
 constexpr int NORM_SUMS = 3;  // and of the new dresidual
 #else
@@ -587,7 +587,8 @@ extern "C" __global__ void add_partials(
 #define RELU 0
 #endif
 
-// The paper's names, and their values:   HS = 64: bf16 fp32 Hopper   HS = 128: bf16 fp32 Hopper
+// The paper's names, and their values, but for Turing:
+//                                        HS = 64: bf16 fp32 Hopper   HS = 128: bf16 fp32 Hopper
 //   B_r       rows that a block owns              128   64     64                64   64    128
 //   B_c       rows of a tile, forward              64   64     64                64   32     64
 //   B_c_BACK  rows of a tile, backward             32   32     64                32   16     64
@@ -1073,7 +1074,8 @@ __device__ void store_rows(Output& array, Head head, const Own& own, real* tile,
 
 // ---- attention: the kernels ----
 
-// Algorithm 1, whose lines stand on the right (the ^-1 in line 10 is a slip there). `maximum`,
+// Algorithm 1, whose lines stand on the right, without scale, and with e^x where the code has
+// 2^(x log2(e)) (the ^-1 in its line 10 is a slip). `maximum`,
 // `total` and `output` cover the tiles so far: when a maximum grows, the others are scaled (Milakov
 // and Gimelshein 2018, algorithm 3). For the backward pass it keeps the paper's L:
 // lse (B,NH,T) = log2 of the sum of 2^(scale * log2(e) * score). Items: blocks of B_r queries.
@@ -1102,7 +1104,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS) attention_
 
         Result<B_c> scores;
         auto& weights = scores;                             // computed in place
-        // At the right are the paper's lines, without scale; its e^x is 2^(x log2(e)) here.
         multiply_transposed(scores, own, queries, keys);    // S = Q K'
         wait_for_products<0>(scores);
         hide_future<false>(scores, LOWEST, own, key);
@@ -1166,8 +1167,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_Q_BLOCKS) attenti
     });
 
     Result<HP> dq = {};
-    // Not a for, which may run zero times. That path would meet dq's registers behind the loop:
-    // ptxas then moves them while products run, and so has to serialize the products.
+    // A for may run zero times. To join that path behind the loop, ptxas would move dq's registers
+    // while products run, and so serialize the products.
     do {
         wait_for_tiles(arrivals);
         Walk ahead = walk;
@@ -1230,7 +1231,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_KV_BLOCKS) attent
     // With OVERLAP, tile i goes like this:
     //   start S, dP; wait: only dP still runs, so tile i-1 is done; start dV; wait: only dV runs;
     //   start dK; tile i+1 starts its S while both run.
-    // So when tile i begins, i-2 is done, and tile i+1 may be copied to its stage.
+    // So when tile i begins, i-2 is done, and its stage may take tile i+1.
     Result<HP> dk = {}, dv = {};
     do {
         wait_for_tiles(arrivals);
@@ -1598,9 +1599,9 @@ __device__ unsigned address16(const real* tile) { return shared_address(tile) / 
               "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, "
 
 // D (64,64) = A (64,16) B (16,64), or with `add` D += A B. Each warp has 16 rows of D, in eight d
-// as for mma. A and B' are 16 channels of the rows of two tiles. The operands behind them are p, or
-// scale-d: whether D is added; 1 or -1 twice, where -1 negates A or B; and 1 to transpose A or B,
-// which is for matrices in shared memory only.
+// as for mma. A and B' are 16 channels of the rows of two tiles. Then come p (scale-d), whether D
+// is added; the signs of A and of B; and, for each matrix in shared memory, whether it is
+// transposed.
 __device__ void wgmma(float (*d)[4], unsigned long long a, unsigned long long b, bool add) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %34, 0;" WGMMA "%32, %33, p, 1, 1, 0, 0;}"
                  : FLOATS32(d) : "l"(a), "l"(b), "r"((int)add));
@@ -1671,12 +1672,12 @@ __device__ void wait_for_tiles(Arrivals& arrivals) {
 }
 
 // How wgmma finds a matrix in a tile. Bits 0 to 13 are its address, in units of 16 bytes; from bit
-// 16 the leading offset, which this layout ignores; from bit 32 the stride from 8 rows of 128 bytes
+// 16 the leading offset, not needed for 64 columns; from bit 32 the stride from 8 rows of 128 bytes
 // to the next 8, 64 units; from bit 62 the layout, where 1 is the 128-byte swizzle.
 __device__ unsigned long long describe(unsigned address) {
     return address | 1ull << 16 | 64ull << 32 | 1ull << 62;
 }
-// The same matrix, `by` units further on; the sum stays within the address's bits.
+// `by` units further on. The hardware permutes the sum's bits: tiles begin at multiples of 1,024.
 __device__ unsigned long long further(unsigned long long d, unsigned by) {
     return (d & 0xffffffff00000000) | ((unsigned)d + by);
 }

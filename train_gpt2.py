@@ -1320,7 +1320,7 @@ def main(arguments=None):
 #     cuBLASLt with the bias, and Hopper's own attention      13.34        58.91
 #     GELU in the product too                                 11.91        56.91
 #     a step as one graph: this file                           8.85        56.52
-#     the chapters that a run with dev/ attaches               8.48        54.06
+#     the chapters that a run with dev/ attaches               8.45        53.69
 #
 # At B=4 the host is too slow to launch one kernel after another, until the graph does it.
 
