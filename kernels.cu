@@ -260,11 +260,11 @@ extern "C" __global__ void encoder_forward(
 // dwte (Vp,C)[v] += the sum of the rows of dout (N,C) whose token is v. Atomics would add them in
 // any order, so the host sorts the positions by token: order (N). Equal tokens are a run, and
 // runs (N,2) has where in that order each begins, and its length: longest first, then zeros. Most
-// words occur once or twice, but one may make up a tenth of the batch. So a block at
-// i adds run i, if that is long, with all its warps; then warp w adds run warps * i + w, if that is
-// short. Lengths fall, so the first i that finds neither is the end. Usually there are far
-// fewer runs than positions, so the grid has a warp for four positions, and a block goes on to i +
-// gridDim.x. Bound by latency. Items: N positions along x, C channels along y.
+// words occur once or twice, but one may make up a tenth of the batch. So a block at i
+// adds run i, if that is long, with all its warps; then warp w adds run warps * i + w, if that is
+// short. Lengths fall, so the first i that finds neither is the end. Usually there are far fewer
+// runs than positions: the grid has a warp for four positions, and a block goes on to
+// i + gridDim.x. Bound by latency. Items: N positions along x, C channels along y.
 BLOCK(1024, 128, 32 * W)
 extern "C" __global__ void __launch_bounds__(1024) encoder_backward_wte(
     float* __restrict__ dwte, const real* __restrict__ dout, const int* __restrict__ tokens,
@@ -1075,9 +1075,9 @@ __device__ void store_rows(Output& array, Head head, const Own& own, real* tile,
 // ---- attention: the kernels ----
 
 // Algorithm 1, whose lines stand on the right, without scale, and with e^x where the code has
-// 2^(x log2(e)) (the ^-1 in its line 10 is a slip). `maximum`,
-// `total` and `output` cover the tiles so far: when a maximum grows, the others are scaled (Milakov
-// and Gimelshein 2018, algorithm 3). For the backward pass it keeps the paper's L:
+// 2^(x log2(e)) (the ^-1 in its line 10 is a slip). `maximum`, `total` and `output` cover the tiles
+// so far: when a maximum grows, the others are scaled (Milakov and Gimelshein 2018, algorithm 3).
+// For the backward pass it keeps the paper's L:
 // lse (B,NH,T) = log2 of the sum of 2^(scale * log2(e) * score). Items: blocks of B_r queries.
 BLOCK(128, 1)
 extern "C" __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS) attention_forward(
