@@ -156,14 +156,16 @@ def test_wide_models(device_name):
                       not allocated.called, refusal)
             else:
                 check(name, not refusal and not faults and allocated.called, refusal or faults)
-    arrays = ARRAYS | {"layernorm_sizes": [512, 128, 122880]}
     c = Config(L=1, C=5120, NH=40)
-    device = type("Device", (launches.Noting,), dict(place="8.6", arrays=arrays))("fp32", c)
     alone = train_gpt2.Training(SimpleNamespace(plain=0, dtype="fp32"))
     alone.config, alone.choose_model = c, lambda: None
-    with mock.patch.object(train_gpt2, "FastCuda", lambda *_: device):
-        check_refusal("without dev/", "C=5120.* 122,880 bytes of shared memory, and RTX 3060",
-                      alone.prepare)
+    for size, large in (("norm", {"layernorm_sizes": [512, 128, 122880]}),
+                        ("forward", {"attention_sizes": [64, 128, 122880, 1024]}),
+                        ("backward", {"attention_sizes": [64, 128, 1024, 122880]})):
+        kind = type("Device", (launches.Noting,), dict(place="8.6", arrays=ARRAYS | large))
+        with mock.patch.object(train_gpt2, "FastCuda", lambda *given, kind=kind: kind("fp32", c)):
+            check_refusal(f"without dev/, {size}",
+                          "C=5120.* 122,880 bytes of shared memory, and RTX 3060", alone.prepare)
 
 
 def test_wide_heads(device_name):
