@@ -72,7 +72,7 @@ def test_model(device_name, dtype, pytestconfig):
             check_dump(where, checkpoint,
                        checkpoint.with_name(f"{checkpoint.stem}_debug_state.bin"), fp32_bound=1e-5)
         check_steps(*where)
-    if not state:
+    if not state and dtype != "tf32":  # whose kernels are fp32's: only products differ
         check_launched(Config3.SOURCES[1:])
 
 
