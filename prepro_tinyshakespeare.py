@@ -1,16 +1,16 @@
 """Text to tokens: writes the two files that train_gpt2.py reads, the same that llm.c reads.
 
-    python prepro_tinyshakespeare.py                          # downloads tinyshakespeare, 1.1 MB
-    python prepro_tinyshakespeare.py --input book.txt --name book    # any UTF-8 text
+    python prepro_tinyshakespeare.py                      # downloads tinyshakespeare, 1.1 MB
+    python prepro_tinyshakespeare.py --input book.txt     # a text of your own
+    python prepro_tinyshakespeare.py --help               # other files, other vocabularies
 
-The second writes data/book/book_{train,val}.bin. The text becomes GPT-2 tokens, with <|endoftext|>
-before it and after every blank line, so that each speech of a play is a document of its own. The
-first 32,768 tokens, or a tenth of a shorter text, are for validation, the rest for training. A file
-is 256 int32 (magic 20240520, version 1, count), then the tokens as uint16.
+tinyshakespeare becomes GPT-2 tokens, with <|endoftext|> before it and after every blank line, so
+that each speech of the plays is a document of its own. The first 32,768 tokens, or a tenth of a
+shorter text, are for validation, the rest for training. A file is 256 int32 (magic 20240520,
+version 1, count), then the tokens as uint16. dev/data/own_text.py does the rest.
 
 This is the ground floor: all other programs use its errors and its way to write a file.
 """
-import argparse
 import http.client
 import os
 import re
@@ -115,9 +115,6 @@ SPELLINGS = [TINYSHAKESPEARE, *(Path(f"data/{name}/{name}_{{}}.bin")  # as --nam
                                 for name in ("tinyshakespeare", "tiny_shakespeare"))]
 END_OF_TEXT, EOT = "<|endoftext|>", 50256
 VAL_TOKENS = 32768
-TABLES = ".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet"
-JSON_LINES = re.compile(r'\ufeff?\s*\{\s*".*\}\s*(\Z|\n\s*\{\s*".*\}\s*$)', re.M)  # two, or one
-ROWS = "python -m dev.data.fineweb --input takes .jsonl and .parquet files, with a field text"
 BYTE_ORDER_MARK = "\ufeff"  # some files begin with it
 PRINTING = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]  # as Latin-1
 
@@ -152,15 +149,6 @@ def call_tiktoken(method, text, **more):
             os.close(stderr)
 
 
-def byte_encoding():
-    """The part of GPT-2's vocabulary that needs no download: its 256 single-byte tokens, and
-    end-of-text. GPT-2 numbers the bytes that print in Latin-1 first, then the others."""
-    import tiktoken
-    order = PRINTING + [b for b in range(256) if b not in PRINTING]
-    return tiktoken.Encoding("gpt2_bytes", pat_str=r"[\s\S]", special_tokens={END_OF_TEXT: EOT},
-                             mergeable_ranks={bytes([b]): i for i, b in enumerate(order)})
-
-
 def download_tinyshakespeare():
     """The text of tinyshakespeare, a str of 1,115,394 characters. Raises UserError."""
     try:
@@ -178,19 +166,24 @@ def write_tokens(path, tokens, magic=20240520, version=1, dtype="<u2"):
     replace_file(path, [make_header(magic, version, len(tokens)), np.asarray(tokens, dtype)])
 
 
-def prepare(text, encoding, path, border=END_OF_TEXT, **kind):
-    """Tokenize text (str) and write path.format("val") and path.format("train"). The border is the
-    special token before each document. kind: see write_tokens."""
-    text = text.removeprefix(BYTE_ORDER_MARK)
-    document = border + text.replace("\n\n", "\n\n" + border)
-    tokens = call_tiktoken(encoding.encode, document, allowed_special={border},
-                           disallowed_special=())
+def write_parts(tokens, path, **kind):
+    """Write the first tenth of the tokens, at most VAL_TOKENS, to path.format("val"), and the rest
+    to path.format("train"). kind: see write_tokens."""
     val = min(VAL_TOKENS, len(tokens) // 10)
     if val < 2:
         raise UserError(f"the text has {len(tokens)} tokens, and needs at least 20 for training "
                         "and validation")
     write_tokens(str(path).format("val"), tokens[:val], **kind)
     write_tokens(str(path).format("train"), tokens[val:], **kind)
+
+
+def prepare_tinyshakespeare():
+    """Download tinyshakespeare, tokenize it, and write its two files. Raises UserError."""
+    encoding = gpt2_encoding()
+    text = download_tinyshakespeare().removeprefix(BYTE_ORDER_MARK)
+    documents = END_OF_TEXT + text.replace("\n\n", "\n\n" + END_OF_TEXT)
+    write_parts(call_tiktoken(encoding.encode, documents, allowed_special={END_OF_TEXT}),
+                TINYSHAKESPEARE)
 
 
 def other_part(path, part, other):
@@ -205,8 +198,8 @@ def other_part(path, part, other):
 def data_paths(train, val):
     """The paths of the tokens to train and to validate on. If one is None, it is named like the
     other: see other_part. If both are None, they are tinyshakespeare's, in the spelling that was
-    written last. It is prepared if it is missing; without a network, they are those of the language
-    reference that comes with Python. Raises UserError."""
+    written last. It is prepared if it is missing; without a network, they are the bytes of this
+    program's own text. Raises UserError."""
     for given, part, flag in ((train, "train", "-j"), (val, "val", "-i")):
         if given and part not in Path(given).name and not (train and val):
             raise UserError(f"{given} has no '{part}' in its name: give {flag} too")
@@ -215,73 +208,29 @@ def data_paths(train, val):
     found = [paths for paths in map(both, SPELLINGS) if all(map(os.path.exists, paths))]
     if found:
         return max(found, key=lambda paths: os.path.getmtime(paths[0]))
-    pattern = TINYSHAKESPEARE
     try:
-        prepare(download_tinyshakespeare(), gpt2_encoding(), pattern)
+        prepare_tinyshakespeare()
+        return both(TINYSHAKESPEARE)
     except UserError as e:
-        print(f"WARNING: {e}. Training on Python's language reference instead.")
-        pattern = prepare_python_reference()
-    return both(pattern)
+        print(f"WARNING: {e}. Training on the bytes of this program's own text instead.")
+    from dev.data.first_text import prepare_repository
+    return prepare_repository()
 
 
 def both(pattern):
     return [str(pattern).format(part) for part in ("train", "val")]
 
 
-def prepare_python_reference():
-    """Tokenize Python's language reference, unless it is done. Returns the pattern of its files."""
-    try:
-        encoding, name = gpt2_encoding(), "python_reference"
-    except UserError as e:
-        print(f"WARNING: {e}. Every byte of the text is a token of its own.")
-        encoding, name = byte_encoding(), "python_reference_bytes"
-    pattern = Path(f"data/{name}/{name}_{{}}.bin")
-    if not all(map(os.path.exists, both(pattern))):
-        from pydoc_data.topics import topics
-        prepare("\n\n".join(topics[key] for key in sorted(topics)), encoding, pattern)
-    return pattern
-
-
 # ---- The program
 
 
-def text_flags(description):
-    """A parser for the flags that name a text."""
-    parser = argparse.ArgumentParser(description=description,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--input", help="a UTF-8 text, instead of downloading tinyshakespeare")
-    parser.add_argument("--name", help="writes data/NAME/NAME_{train,val}.bin")
-    return parser
-
-
-def read_text(flags):
-    """(text, name) that --input and --name ask for; without them tinyshakespeare, and no name.
-    Raises UserError."""
-    path = flags.input
-    try:
-        text = Path(path).read_text("utf-8") if path else download_tinyshakespeare()
-    except OSError as e:
-        raise UserError(f"{path}: could not be read ({e.strerror}); --input takes a text "
-                        "file") from None
-    except UnicodeDecodeError as e:
-        raise UserError(f"{path}: byte {e.start} is not UTF-8, and --input takes UTF-8 text; "
-                        f"{ROWS}") from None
-    if path and (Path(path).suffix.lower() in TABLES or JSON_LINES.match(text)):
-        raise UserError(f"{path}: has rows with fields, whose syntax is no text: give the text "
-                        f"alone; {ROWS}")
-    name = flags.name or (Path(path).stem if path else None)
-    if name and not name.replace("-", "").replace("_", "").replace(".", "").isalnum():
-        raise UserError(f"--name {name}: expected letters, digits, '-', '_' and '.'")
-    return text, name
-
-
 def main():
-    flags = text_flags(__doc__).parse_args()
-    encoding = gpt2_encoding()
-    text, name = read_text(flags)
-    pattern = Path(f"data/{name}/{name}_{{}}.bin") if name else TINYSHAKESPEARE
-    prepare(text, encoding, pattern)
+    if not sys.argv[1:]:
+        return prepare_tinyshakespeare()
+    from dev.data import own_text
+    return own_text.main()
 
 
 if __name__ == "__main__":
-    run_main(main)
+    import prepro_tinyshakespeare as this  # by its name, so that dev/'s errors are this file's
+    this.run_main(this.main)

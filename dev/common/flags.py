@@ -17,6 +17,8 @@ def parse_flags(description, table, arguments=None, defaults=True, groups=()):
         group = parser.add_argument_group(groups[name]) if name in groups else group
         if isinstance(kind, tuple):
             form = dict(choices=kind)
+        elif kind == "names":
+            form = dict(nargs="+", metavar="NAME")
         else:
             convert = TYPES.get(kind, kind)
             form = dict(type=convert, metavar=convert.__name__.upper())

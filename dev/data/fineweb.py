@@ -40,7 +40,7 @@ from typing import NamedTuple
 from dev.common.config import count_tokens
 from dev.common.flags import parse_flags
 from dev.data.hub import download, library, list_files
-from dev.data.parquet_jsonl import read_rows, table_files
+from dev.data.tables import read_texts, table_files
 from prepro_tinyshakespeare import (EOT, UserError, call_tiktoken, gpt2_encoding, make_header,
                                     replace_file, run_main)
 from train_gpt2 import TOKENS, number
@@ -83,10 +83,7 @@ def read_batches(paths, column, place):
     UserError."""
     for file, path in enumerate(paths, place.file):
         texts, size, first = [], 0, place.row if file == place.file else 0
-        for row, (text,) in enumerate(read_rows(path, [column], first), first):
-            if text is not None and not isinstance(text, str):
-                raise UserError(f"{path}: {column} of row {row + 1} is of type "
-                                f"{type(text).__name__}; expected a text")
+        for row, text in enumerate(read_texts(path, column, first), first):
             texts.append(text)
             size += 1 + len(text or "")
             if size >= BATCH:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from dev.common.flags import parse_flags
 from dev.data.hub import download, list_files
-from dev.data.parquet_jsonl import read_rows, table_files
+from dev.data.tables import read_rows, table_files
 from dev.features.file_kinds import checked_header
 from dev.features.hellaswag_score import COMPLETIONS, EVAL_FILE, START
 from prepro_tinyshakespeare import (UserError, call_tiktoken, gpt2_encoding, make_header,

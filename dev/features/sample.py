@@ -88,7 +88,7 @@ class Sampling:
         if not self.from_file:
             raise UserError("--sample: expected -e too, a checkpoint: random weights have nothing "
                             "to say")
-        tokens, words = self.tokens_of(flags.sample), self.words()
+        tokens, words = self.encode(flags.sample) if flags.sample else [], self.words()
         self.device = self.make_device()
         self.model = self.make_model()
         if flags.temperature != 0:
@@ -97,11 +97,6 @@ class Sampling:
                flags.temperature, flags.top_k)
         print()
         return 0
-
-    def tokens_of(self, text):
-        """The token ids of a text. A special token's name, such as <|endoftext|>, is that token.
-        Raises UserError if the model's vocabulary is not known."""
-        return self.encoding().encode(text, allowed_special="all") if text else []
 
 
 GROUP = "instead of training"

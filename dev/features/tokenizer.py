@@ -1,32 +1,24 @@
-"""The words that decode samples: those of gpt2_tokenizer.bin, llm.c's file of GPT-2's words, if it
-is in the current folder; otherwise tiktoken's; without a network only the single bytes. A model
-with another vocabulary is decoded by a gpt2_tokenizer.bin of as many words, or shown as token ids.
+"""Which words a model has, to decode samples and to encode a prompt.
+
+A vocabulary of its own (dev/data/vocabulary.py) lies beside the tokens that it trains on, or beside
+the checkpoint that it starts from; a run copies it into its folder, -o, as tokenizer.bin. Without
+one the words are those of gpt2_tokenizer.bin, llm.c's file of GPT-2's words, if it is in the
+current folder; otherwise tiktoken's; without a network only the single bytes. A model of another
+size is decoded by a gpt2_tokenizer.bin of as many words, or shown as token ids.
 """
 import functools
 from pathlib import Path
 
-from dev.features.declare import Feature
-from dev.features.file_kinds import checked_header
-from prepro_tinyshakespeare import UserError, byte_encoding, gpt2_encoding
-from train_gpt2 import HEADER_BYTES, FileKind
+from dev.common.config import check_tokens, read_tokens
+from dev.data.vocabulary import (read_vocabulary, vocabulary_beside, vocabulary_bytes,
+                                 vocabulary_of_checkpoint)
+from dev.features.declare import Feature, Pair
+from dev.features.shuffled_loader import paths_of
+from prepro_tinyshakespeare import (END_OF_TEXT, EOT, PRINTING, UserError, gpt2_encoding,
+                                    replace_file)
 
-TOKENIZER = FileKind("tokenizer", 20240328, (2,), "llm.c's train_gpt2.py writes one; without it "
-                     "tiktoken is used")
 FILE = Path("gpt2_tokenizer.bin")
 GPT2_SIZES = 50257, 50304  # V of models with GPT-2's words; the second is padded, as nanoGPT's
-
-
-def read_tokenizer(path):
-    """The bytes of each token, from a gpt2_tokenizer.bin."""
-    count = checked_header(path, TOKENIZER)[2]
-    data, words, at = Path(path).read_bytes(), [], HEADER_BYTES
-    while at < len(data) and len(words) < count:
-        words.append(data[at + 1 : at + 1 + data[at]])
-        at += 1 + data[at]
-    if len(words) < count or at != len(data):
-        raise UserError(f"{path}: its header promises {count} tokens, and its {len(data):,} bytes "
-                        f"are not that many; {TOKENIZER.remedy}")
-    return words
 
 
 def words_of(encoding):
@@ -38,13 +30,14 @@ def words_of(encoding):
 
 @functools.cache
 def vocabulary():
-    """{token id: its bytes} of GPT-2, from tiktoken, or of the single bytes only."""
+    """{token id: its bytes} of GPT-2, from tiktoken, or of the single bytes only. GPT-2 numbers the
+    bytes that print in Latin-1 first, then the others."""
     try:
-        encoding = gpt2_encoding()
+        return words_of(gpt2_encoding())
     except UserError as e:
         print(f"WARNING: {e}. In samples, tokens of more than one byte are shown as numbers.")
-        encoding = byte_encoding()
-    return words_of(encoding)
+        order = PRINTING + [b for b in range(256) if b not in PRINTING]
+        return {i: bytes([b]) for i, b in enumerate(order)} | {EOT: END_OF_TEXT.encode()}
 
 
 @functools.cache
@@ -58,7 +51,7 @@ def file_of_words(sizes):
     number of words than these."""
     if not FILE.is_file():
         return None
-    words = dict(enumerate(read_tokenizer(FILE)))
+    words = dict(enumerate(read_vocabulary(FILE).words))
     if len(words) in sizes:
         return words
     print(f"WARNING: {FILE} has {len(words):,} words, and the model {sizes[0]:,}: it is not used")
@@ -92,21 +85,76 @@ def decode(tokens, words):
     return text.decode("utf-8", errors="replace")
 
 
+def vocabulary_of_run(checkpoint, V, train_path=None):
+    """The Vocabulary of a model of V words, or None if nothing says that it has its own: of the
+    tokens it trains on, and of the checkpoint it starts from (or None). Raises UserError if these
+    differ, or do not fit."""
+    own = vocabulary_of_checkpoint(checkpoint) if checkpoint else None
+    beside = vocabulary_beside(train_path) if train_path else None
+    found = own or beside
+    if own and beside and own != beside:
+        raise UserError(f"{train_path}: its tokens have the {len(beside.words):,} words of "
+                        f"{beside.name}, and {checkpoint} the {len(own.words):,} of {own.name}: "
+                        f"expected the same; prepro_tinyshakespeare.py --vocab {own.name} makes "
+                        "tokens for this model")
+    if found and len(found.words) > V or checkpoint and beside and not own and len(
+            beside.words) != V:
+        raise UserError(f"{found.name}: has {len(found.words):,} words, and the model V = {V:,}; "
+                        "expected as many: a model or tokens of the same vocabulary")
+    return found
+
+
 class Tokenized:
     """Training that decodes samples with these words."""
+
+    def open_data(self):
+        super().open_data()
+        vocabulary = self.vocabulary
+        if vocabulary and len(vocabulary.words) < self.config.V:  # else the loader checks it
+            for path in {*paths_of(self.train_path), *paths_of(self.val_path)}:
+                check_tokens(path, read_tokens(path, self.config), len(vocabulary.words))
+
+    @functools.cached_property
+    def vocabulary(self):
+        """The model's own Vocabulary, or None. Raises UserError."""
+        return vocabulary_of_run(self.name if self.from_file else None, self.config.V,
+                                 getattr(self, "train_path", None))
 
     def words(self):
         """{token id: its bytes}, {} if they are not known; another model's config has its own."""
         c = self.config
+        if self.vocabulary:
+            return dict(enumerate(self.vocabulary.words))
         return c.words() if hasattr(c, "words") else words_of_model(c.V)
 
-    def encoding(self):
-        """The encoding of texts. Raises UserError if it is not known."""
+    def encode(self, text):
+        """The token ids of a text. A special token's name, such as <|endoftext|>, is that token.
+        Raises UserError if the model's vocabulary is not known."""
         c = self.config
-        return c.encoding() if hasattr(c, "words") else encoding_of_model(c.V)
+        if self.vocabulary:
+            return self.vocabulary.encode(text)
+        encoding = c.encoding() if hasattr(c, "words") else encoding_of_model(c.V)
+        return encoding.encode(text, allowed_special="all")
 
     def decode(self, tokens):
         return decode(tokens, self.words())
 
 
-FEATURE = Feature("tokenizer", training=Tokenized)
+class Kept:
+    """A run that copies its model's own vocabulary into its folder."""
+
+    def make_model(self):
+        folder = self.folder
+        content = vocabulary_bytes(self.vocabulary) if self.vocabulary else None
+        path = folder.path / "tokenizer.bin"
+        if content and path.is_file() and path.read_bytes() != content:
+            raise UserError(f"{path}: has other words than the tokens of -i, "
+                            f"{self.vocabulary.name}: remove it, or give another -o")
+        model = super().make_model()
+        if content and not folder.rank:
+            replace_file(path, [content])
+        return model
+
+
+FEATURE = Feature("tokenizer", training=Tokenized, pairs=(Pair("runs", training=Kept),),
+                  left=r"tokenizer\.bin\.\d+\.tmp")

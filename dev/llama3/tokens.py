@@ -5,9 +5,9 @@
 
 The tokenizer comes with Llama's weights: Hugging Face's tokenizer.json or Meta's tokenizer.model.
 Without --tokenizer, the one in the current folder is used, or else GPT-2's. Tokenizers with other
-words are refused, since no model here has them. The text is split into documents as by
-prepro_tinyshakespeare.py, with <|begin_of_text|> before each. A file is 256 int32 (magic 20240801,
-version 7, count), then the tokens as uint32.
+words are refused, since no model here has them. --input takes the same files as that of
+prepro_tinyshakespeare.py, and each document begins with <|begin_of_text|>. A file is 256 int32
+(magic 20240801, version 7, count), then the tokens as uint32.
 """
 import base64
 import functools
@@ -16,9 +16,11 @@ import os
 from pathlib import Path
 
 from dev.common.flags import parse_flags
+from dev.data.documents import FLAGS as DOCUMENTS, documents_of, name_of, said
+from dev.data.vocabulary import letters
 from dev.features.tokenizer import words_of
-from prepro_tinyshakespeare import (BYTE_ORDER_MARK, END_OF_TEXT, PRINTING, UserError,
-                                    call_tiktoken, gpt2_encoding, prepare, read_text, run_main)
+from prepro_tinyshakespeare import (BYTE_ORDER_MARK, END_OF_TEXT, UserError, call_tiktoken,
+                                    gpt2_encoding, run_main, write_parts)
 from train_gpt2 import FileKind
 
 LLAMA_TOKENS = FileKind("Llama 3 token file", 20240801, (7,), "dev/llama3/tokens.py writes one")
@@ -37,13 +39,6 @@ NAMED = ("begin_of_text", "end_of_text", "reserved_special_token_0", "reserved_s
 SPECIAL = [f"<|{name}|>"
            for name in (*NAMED,
                         *(f"reserved_special_token_{i}" for i in range(2, 258 - len(NAMED))))]
-
-
-def letters():
-    """{byte: the letter that stands for it in Hugging Face's vocabularies}: itself if it prints,
-    else one from U+0100 up."""
-    others = [b for b in range(256) if b not in PRINTING]
-    return {b: chr(b) for b in PRINTING} | {b: chr(0x100 + i) for i, b in enumerate(others)}
 
 
 def read_model(path):
@@ -135,8 +130,7 @@ def no_words():
 
 
 FLAGS = [
-    (None, "--input", "name", None, "a UTF-8 text, instead of downloading tinyshakespeare"),
-    (None, "--name", "name", None, "writes data/NAME/NAME_{train,val}.bin"),
+    *DOCUMENTS,
     (None, "--tokenizer", "name", None, "tokenizer.json or tokenizer.model (default: the one here, "
      "else GPT-2's)"),
 ]
@@ -144,12 +138,17 @@ FLAGS = [
 
 def main():
     flags = parse_flags(__doc__, FLAGS)
-    text, name = read_text(flags)
     words = encoding(flags.tokenizer)
-    name = flags.name or f"{name or 'tinyshakespeare'}_llama"  # as for GPT-2 it has no _llama
+    # as for GPT-2 a name that is given has no _llama
+    name = flags.name or f"{name_of(flags) or 'tinyshakespeare'}_llama"
     print(f"tokenizer    | {words.name}: {words.n_vocab:,} tokens")
-    kind = dict(magic=LLAMA_TOKENS.magic, version=LLAMA_TOKENS.versions[0], dtype="<u4")
-    prepare(text, words, Path(f"data/{name}/{name}_{{}}.bin"), border(words), **kind)
+    texts, units = documents_of(flags)
+    print(said(units))
+    [begin] = words.encode(border(words), allowed_special="all")
+    tokens = [token for text in texts
+              for token in (begin, *call_tiktoken(words.encode_ordinary, text))]
+    write_parts(tokens, Path(f"data/{name}/{name}_{{}}.bin"), magic=LLAMA_TOKENS.magic,
+                version=LLAMA_TOKENS.versions[0], dtype="<u4")
 
 
 if __name__ == "__main__":

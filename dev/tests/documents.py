@@ -14,7 +14,8 @@ import sys
 from unittest import mock
 
 from dev.tests.checks import check
-from prepro_tinyshakespeare import PRINTING, byte_encoding
+from dev.tests.folders import byte_encoding
+from prepro_tinyshakespeare import PRINTING
 
 EOT = 50256
 BYTE_IDS = {b: i for i, b in enumerate(PRINTING + [b for b in range(256) if b not in PRINTING])}
@@ -61,7 +62,7 @@ def write_texts(path, texts, group=3):
 COMMAND = """
 import os, signal, sys, time
 import dev.data.{program} as program
-from prepro_tinyshakespeare import byte_encoding
+from dev.tests.folders import byte_encoding
 program.gpt2_encoding, program.BATCH, replace, calls = byte_encoding, {batch}, os.replace, 0
 
 def replace_or_die(source, target):

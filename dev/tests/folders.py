@@ -3,6 +3,7 @@ import json
 
 import numpy as np
 
+from prepro_tinyshakespeare import END_OF_TEXT, EOT, PRINTING
 from train_gpt2 import BF16
 
 # The names of types in safetensors.
@@ -38,6 +39,15 @@ def read_folder(folder):
 
 # So that ids are neither the bytes themselves nor GPT-2's.
 BYTES = [bytes([b]) for b in range(255, -1, -1)]
+
+
+def byte_encoding():
+    """The part of GPT-2's encoding that needs no download: its 256 single-byte tokens, and
+    <|endoftext|>."""
+    import tiktoken
+    order = PRINTING + [b for b in range(256) if b not in PRINTING]
+    return tiktoken.Encoding("gpt2_bytes", pat_str=r"[\s\S]", special_tokens={END_OF_TEXT: EOT},
+                             mergeable_ranks={bytes([b]): i for i, b in enumerate(order)})
 
 
 def letters():

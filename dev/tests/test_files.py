@@ -17,18 +17,19 @@ import train_gpt2
 from dev import gpt2_numpy
 from dev.common.bf16 import master_numbers, to_bf16
 from dev.common.config import Config, draw_parameters, read_parameters
+from dev.data.vocabulary import TOKENIZER, read_vocabulary
 from dev.features.file_kinds import FILES, check_kind
 from dev.features.schedule import Scheduled
 from dev.features.seams import GPT2, Training
 from dev.features.shuffled_loader import FilesLoader, check_pair, paths_of
-from dev.features.tokenizer import TOKENIZER, read_tokenizer
 from dev.lab.kernels.adamw import halves
 from dev.lab.kernels.adamw_bf16 import rounded, splitmix64
 from dev.tests.checks import (EXACT, TOP, check, check_refusal, fast, header_refusal, numbers_of,
                               refusal, words)
 from dev.tests.models import (AUTOCAST_FLOOR, AUTOCAST_MARGIN, DEBUG_STATE, FIXTURES, LIMITS,
                               device_of, dtypes_of, dump_limit, read_debug_state, write_checkpoint)
-from prepro_tinyshakespeare import UserError, byte_encoding, replace_file, write_tokens
+from dev.tests.folders import byte_encoding
+from prepro_tinyshakespeare import UserError, replace_file, write_tokens
 from train_gpt2 import (BF16, TOKENS, DataLoader, batch_table, carve, coins, draw_token,
                         pack_batch, read_header, to_float)
 
@@ -44,7 +45,7 @@ GOOD_FILES = {
     "debug state": (DEBUG_STATE[Config], (2, 8), STATE + PARAMETERS,
                     lambda path: read_debug_state(path, SMALL)),
     "token file": (TOKENS, (100,), 200, lambda path: DataLoader(path, 2, 8, SMALL.V)),
-    "tokenizer": (TOKENIZER, (100, 99), 100, read_tokenizer),
+    "tokenizer": (TOKENIZER, (100, 99), 100, read_vocabulary),
 }
 # The message has what was found and what was expected of these.
 HEADER, SIZE = "its header", "its size"

@@ -18,11 +18,12 @@ import numpy as np
 import pytest
 
 from dev.data import fineweb
-from dev.data.parquet_jsonl import read_rows, table_files
+from dev.data.tables import read_rows, table_files
 from dev.tests.checks import check, check_refusal, fast
 from dev.tests.documents import (EOT, check_command, command, contents, finish, in_process,
                                  some_texts, start, stream_of, write_parquet, write_texts)
-from prepro_tinyshakespeare import UserError, byte_encoding, gpt2_encoding
+from dev.tests.folders import byte_encoding
+from prepro_tinyshakespeare import UserError, gpt2_encoding
 
 
 def shards_of(stream, name, val, size):

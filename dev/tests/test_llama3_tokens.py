@@ -16,8 +16,8 @@ from dev.features.tokenizer import decode, words_of
 from dev.llama3 import tokens
 from dev.llama3.train_llama3 import Config3
 from dev.tests.checks import EXACT, check, check_refusal, fast, header_refusal
-from dev.tests.folders import BYTES, letters
-from prepro_tinyshakespeare import END_OF_TEXT, byte_encoding, write_tokens
+from dev.tests.folders import BYTES, byte_encoding, letters
+from prepro_tinyshakespeare import END_OF_TEXT, write_tokens
 from train_gpt2 import TOKENS
 
 WORDS = [*BYTES, b"th", b"he", b" t", b" th", b" the", b"ab", b"abc", b"12", b"123", b"45",
@@ -129,7 +129,8 @@ def test_files(folder):
     (folder / "tokenizer.json").write_bytes(tokenizer_json())
     (folder / "book.txt").write_text(text)
     tokens.encoding.cache_clear()
-    arguments, out = ["tokens.py", "--input", "book.txt", "--name", "a_book"], io.StringIO()
+    arguments, out = ["tokens.py", "--input", "book.txt", "--name", "a_book", "--documents",
+                      "blank-lines"], io.StringIO()
     with working_in(folder), mock.patch.object(sys, "argv",
                                                arguments), contextlib.redirect_stdout(out):
         tokens.main()

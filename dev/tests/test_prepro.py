@@ -1,5 +1,5 @@
 """Test prepro_tinyshakespeare.py: a text becomes two token files, which are also made here, byte by
-byte. No network is needed.
+byte. No network is needed. Other vocabularies are tested in test_vocabulary.py.
 """
 import contextlib
 import io
@@ -13,12 +13,22 @@ from pathlib import Path
 from unittest import mock
 
 import prepro_tinyshakespeare as prepro
+from dev.data import vocabulary
 from dev.tests.checks import EXACT, check, check_refusal, fast, refusal
+from dev.tests.folders import byte_encoding
 
 END = 50256  # <|endoftext|>
 # Bytes, by GPT-2's id.
 ORDER = [*range(33, 127), *range(161, 173), *range(174, 256), *range(33), *range(127, 161), 173]
 SPEECH = "First Citizen:\nBefore we proceed é any further, <|endoftext|> hear me speak.\n\n"
+
+
+def byte_vocabulary():
+    """GPT-2's vocabulary without words of several bytes."""
+    words = [bytes([b]) for b in ORDER] + [b"not in a text %d" % i for i in range(256, END)]
+    found = vocabulary.Vocabulary([*words, b"<|endoftext|>"], END)
+    found.encoding = byte_encoding()
+    return found
 
 
 def program(folder, *arguments, text=None):
@@ -30,10 +40,11 @@ def program(folder, *arguments, text=None):
     here = os.getcwd()
     os.chdir(folder)
     try:
-        with (mock.patch("urllib.request.urlopen", answer), mock.patch.object(
-            sys, "argv", ["prepro", *arguments]), mock.patch.object(
-                prepro, "gpt2_encoding",
-                prepro.byte_encoding), contextlib.redirect_stdout(io.StringIO()) as said):
+        with (mock.patch("urllib.request.urlopen", answer),
+              mock.patch.object(sys, "argv", ["prepro", *arguments]),
+              mock.patch.object(prepro, "gpt2_encoding", byte_encoding),
+              mock.patch.object(vocabulary, "gpt2_vocabulary", byte_vocabulary),
+              contextlib.redirect_stdout(io.StringIO()) as said):
             prepro.main()
     finally:
         os.chdir(here)
@@ -49,11 +60,13 @@ def tokens_in(path):
     return list(tokens)
 
 
-def counted(text):
-    """The tokens of a text: a document begins at the start and after each blank line. <|endoftext|>
-    in the text itself is the special token too, as in llm.c's files."""
+def counted(text, border="\n\n"):
+    """The tokens of a text: a document begins at the start, and after each border, if there is one.
+    <|endoftext|> in the text itself is the special token too, as in llm.c's files."""
     tokens = []
-    for document in text.replace("\n\n", "\n\n<|endoftext|>").split("<|endoftext|>"):
+    if border:
+        text = text.replace(border, f"{border}<|endoftext|>")
+    for document in text.split("<|endoftext|>"):
         tokens += [END, *(ORDER.index(byte) for byte in document.encode())]
     return tokens
 
@@ -64,14 +77,19 @@ def test_files(folder):
     for name, times, val in (("long", 5000, 32768), ("short", 3, None)):
         text, wish = times * SPEECH, counted(times * SPEECH)
         (folder / f"{name}.txt").write_text(text, encoding="utf-8")
-        program(folder, "--input", f"{name}.txt")
+        said = program(folder, "--input", f"{name}.txt", "--documents", "blank-lines")
+        check(f"{name}: says what a document is",
+              f"{times + 1:,} documents, one between two blank lines (--documents)" in said, said)
         found = [tokens_in(folder / f"data/{name}/{name}_{part}.bin") for part in ("val", "train")]
         yield f"{name}: tokens to validate on", len(found[0]), val or len(wish) // 10, EXACT
         check(f"{name}: all tokens, in order", found[0] + found[1] == wish, len(wish))
         check(f"{name}: documents", wish.count(END) == 1 + 2 * times and wish[0] == END,
               wish.count(END))
-    program(folder, "--input", "short.txt", "--name", "my-own_1.5")
-    check("--name", (folder / "data/my-own_1.5/my-own_1.5_train.bin").exists())
+    said = program(folder, "--input", "short.txt", "--name", "my-own_1.5")
+    parts = [tokens_in(folder / f"data/my-own_1.5/my-own_1.5_{part}.bin")
+             for part in ("val", "train")]
+    check("--name; a file is a document", parts[0] + parts[1] == counted(3 * SPEECH, None), said)
+    check("and it says so", "1 document, one a file (--documents)" in said, said)
     program(folder, text=9 * SPEECH)
     parts = [tokens_in(folder / f"data/tinyshakespeare/tiny_shakespeare_{part}.bin")
              for part in ("val", "train")]
@@ -100,7 +118,7 @@ def test_pairs(folder):
     os.chdir(folder)
     found = [tokens_in(Path(path))
              for path in prepro.data_paths("data/train/train_train.bin", None)]
-    check("--input train.txt: both parts", found[1] + found[0] == counted(9 * SPEECH))
+    check("--input train.txt: both parts", found[1] + found[0] == counted(9 * SPEECH, None))
 
 
 def test_spellings(folder):
@@ -119,7 +137,8 @@ def test_spellings(folder):
             (here / f"{each}.txt").write_text(9 * SPEECH, encoding="utf-8")
         program(here, *flags, text=9 * SPEECH)
         os.chdir(here)
-        with mock.patch.object(prepro, "prepare", side_effect=AssertionError("prepared again")):
+        with mock.patch.object(prepro, "prepare_tinyshakespeare",
+                               side_effect=AssertionError("prepared again")):
             found = prepro.data_paths(None, None)
         check(f"found after {' '.join(flags) or 'prepro'}",
               found == [f"data/{wish}_{part}.bin" for part in ("train", "val")], found)
@@ -135,26 +154,25 @@ def test_byte_order_marks(folder):
     become newlines."""
     text = 3 * SPEECH + "a mark \ufeff within\n"
     (folder / "marked.txt").write_bytes(b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode())
-    for name, *arguments in (("marked/marked", "--input",
-                              "marked.txt"), ("tinyshakespeare/tiny_shakespeare",)):
+    for name, *arguments in (("marked/marked", "--input", "marked.txt"),
+                             ("tinyshakespeare/tiny_shakespeare",)):
         program(folder, *arguments, text="\ufeff" + text)
         val, train = (tokens_in(folder / f"data/{name}_{part}.bin") for part in ("val", "train"))
-        check(f"{name}: its tokens", val + train == counted(text), (val + train)[:5])
+        border = None if arguments else "\n\n"
+        check(f"{name}: its tokens", val + train == counted(text, border), (val + train)[:5])
 
 
 def test_tables(folder):
-    """Rows with fields are refused, and the program that takes their texts is named; a text that
-    has braces is none."""
+    """Rows with fields are refused in files that are not named as tables; a text that has braces is
+    none."""
     row = b'{"text": "Before we proceed any further, hear me speak."}\n'
-    others = {"a.json": b"[" + row + b"]", "a.csv": b"id,text\n1,Speak.\n", "A.TSV": b"1\tSpeak.\n",
-              "a.parquet": b"PAR1 and more", "b.parquet": b"PAR1\xff", "a.jsonl": 9 * row,
-              "a.JSONL": 9 * row,
+    others = {"a.json": b"[" + row + b"]", "A.TSV": b"1\tSpeak.\n",
               "rows.txt": 9 * row, "rows": b"\n" + 9 * row, "marked": b"\xef\xbb\xbf" + row,
               "b.txt": row + b"\n" + row,
               "c.ndjson": b"\n\n"}
     for name, content in others.items():
         (folder / name).write_bytes(content)
-        wish = f"{name}: .*; python -m dev.data.fineweb --input takes .jsonl and .parquet"
+        wish = f"{name}: .*: give the text alone, or rows in one of .parquet, .jsonl, .csv"
         check_refusal("prepro", wish, program, folder, "--input", name)
     check("nothing is written", not (folder / "data").exists())
     for name, content in (("code.txt", b"{\n} {}\n" * 9),
@@ -164,7 +182,7 @@ def test_tables(folder):
         program(folder, "--input", name)
         parts = [tokens_in(folder / f"data/{name[:-4]}/{name[:-4]}_{part}.bin")
                  for part in ("val", "train")]
-        check(f"{name} is a text", parts[0] + parts[1] == counted(content.decode()))
+        check(f"{name} is a text", parts[0] + parts[1] == counted(content.decode(), None))
     (folder / "empty.txt").touch()
     check_refusal("prepro", "the text has 1 tokens, and needs", program, folder, "--input",
                   "empty.txt")
@@ -173,10 +191,14 @@ def test_tables(folder):
 PANIC = r"""
 import sys, tiktoken, prepro_tinyshakespeare as prepro
 PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s++$|\s+(?!\S)|\s"  # GPT-2's
-single = prepro.byte_encoding()
+from dev.data import vocabulary
+from dev.tests.folders import byte_encoding
+single = byte_encoding()
 ranks = {single.decode_single_token_bytes(i): i for i in range(256)}
-prepro.gpt2_encoding = lambda: tiktoken.Encoding(
+found = vocabulary.Vocabulary([*ranks, b"<|endoftext|>"], 256)
+found.encoding = tiktoken.Encoding(
     "pieces", pat_str=PATTERN, special_tokens={prepro.END_OF_TEXT: 50256}, mergeable_ranks=ranks)
+vocabulary.gpt2_vocabulary = lambda: found
 sys.argv = ["prepro", "--input", "spaces.txt"]
 prepro.run_main(prepro.main)
 """

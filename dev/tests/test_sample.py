@@ -17,9 +17,10 @@ from dev.features.tokenizer import FILE, decode, gpt2_words, vocabulary, words_o
 from dev.llama3.tokens import no_words
 from dev.llama3.train_llama3 import Config3
 from dev.tests.checks import EXACT, check, check_refusal, fast
+from dev.tests.folders import byte_encoding
 from dev.tests.models import device_of, poisoned_model
 from dev.tests.trainings import call
-from prepro_tinyshakespeare import byte_encoding, make_header, replace_file, write_tokens
+from prepro_tinyshakespeare import make_header, replace_file, write_tokens
 from train_gpt2 import coins, generate as trainers_sample
 
 

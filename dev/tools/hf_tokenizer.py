@@ -3,8 +3,8 @@ vocabulary."""
 import itertools
 import math
 
+from dev.data.vocabulary import letters
 from dev.features.tokenizer import words_of
-from dev.llama3.tokens import letters
 from dev.tools.hf_config import write_objects
 from prepro_tinyshakespeare import END_OF_TEXT, UserError, replace_file
 

@@ -1,5 +1,6 @@
-"""Reads rows of .parquet and .jsonl files, a few at a time, so that a file may be larger than
+"""Reads rows of .parquet, .jsonl and .csv files, a few at a time, so that a file may be larger than
 memory."""
+import csv
 import itertools
 import json
 from pathlib import Path
@@ -7,15 +8,15 @@ from pathlib import Path
 from dev.data.hub import library
 from prepro_tinyshakespeare import UserError
 
-KINDS = ".parquet", ".jsonl"
+KINDS = ".parquet", ".jsonl", ".csv"
 
 
 def table_files(source):
-    """The .parquet and .jsonl files at a path, sorted: itself, or all in and below a folder. Raises
-    UserError if there are none."""
+    """The files of KINDS at a path, sorted: itself, or all in and below a folder. Raises UserError
+    if there are none."""
     source = Path(source)
     found = [source] if source.is_file() else sorted(source.rglob("*"))
-    found = [path for path in found if path.suffix in KINDS and path.is_file()]
+    found = [path for path in found if path.suffix.lower() in KINDS and path.is_file()]
     if not found:
         what = "no such file or folder" if not source.exists() else "found none of these"
         raise UserError(f"{source}: {what}; expected {' or '.join(KINDS)}, or a folder of such "
@@ -91,7 +92,47 @@ def read_jsonl(path, columns, first):
         raise UserError(f"{path}: could not be read ({e.strerror})") from None
 
 
+def read_csv(path, columns, first):
+    """Rows of CSV from row `first` on, tuples. The first line has the columns' names."""
+    csv.field_size_limit(2**31 - 1)
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            rows = filter(None, csv.reader(file, strict=True))  # blank lines are none
+            names = next(rows, [])
+            for name in columns:
+                if names.count(name) != 1:
+                    raise UserError(f"{path}: has {names.count(name) or 'no'} column {name}; "
+                                    f"expected it among {names}")
+            at = [names.index(name) for name in columns]
+            for number, row in enumerate(rows, 1):
+                if len(row) != len(names):
+                    raise UserError(f"{path}: row {number} has {len(row)} fields; expected "
+                                    f"{len(names)}, as the first line: quote a text that has "
+                                    "commas or newlines")
+                if number > first:
+                    yield tuple(row[i] for i in at)
+    except OSError as e:
+        raise UserError(f"{path}: could not be read ({e.strerror})") from None
+    except UnicodeDecodeError as e:
+        raise UserError(f"{path}: is not UTF-8 ({e.reason}); expected a table in UTF-8") from None
+    except csv.Error as e:
+        raise UserError(f"{path}: is no CSV ({e}); expected rows of fields with commas between "
+                        "them") from None
+
+
+READERS = {".parquet": read_parquet, ".jsonl": read_jsonl, ".csv": read_csv}
+
+
 def read_rows(path, columns, first=0):
-    """Rows of a .parquet or .jsonl file from row `first` on, each a tuple of these columns. Raises
-    UserError, also if a column is missing or the file is damaged."""
-    return (read_parquet if Path(path).suffix == ".parquet" else read_jsonl)(path, columns, first)
+    """Rows of a file of KINDS from row `first` on, each a tuple of these columns. Raises UserError,
+    also if a column is missing or the file is damaged."""
+    return READERS[Path(path).suffix.lower()](path, columns, first)
+
+
+def read_texts(path, column, first=0):
+    """The texts in a column from row `first` on, or None where a row has none. Raises UserError."""
+    for row, (text,) in enumerate(read_rows(path, [column], first), first + 1):
+        if text is not None and not isinstance(text, str):
+            raise UserError(f"{path}: {column} of row {row} is of type {type(text).__name__}; "
+                            "expected a text")
+        yield text

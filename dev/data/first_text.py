@@ -1,0 +1,82 @@
+"""The text that a first run trains on, as bytes: tinyshakespeare; or, without a network, the prose
+of this repository, which is its own documentation.
+
+Both are one document, so that the loss is comparable with that of other trainings on characters.
+"""
+import io
+import os
+import re
+import tokenize
+from pathlib import Path
+
+from dev.data.documents import cleaned
+from dev.data.english import is_prose, of_python
+from dev.data.own_text import tokens_of, write_set
+from dev.data.vocabulary import tokenizer_path, vocabulary_of
+from prepro_tinyshakespeare import UserError, both, download_tinyshakespeare
+
+TOP = Path(__file__).resolve().parents[2]
+TINYSHAKESPEARE = Path("data/tinyshakespeare_bytes/tinyshakespeare_bytes_{}.bin")
+REPOSITORY = Path("data/repository_bytes/repository_bytes_{}.bin")
+
+
+def comments_of_python(text):
+    """The comments, with a blank line where code is between them."""
+    lines = {token.start[0]: token.string for token in
+             tokenize.generate_tokens(io.StringIO(text).readline) if token.type == tokenize.COMMENT}
+    return "\n".join("\n" * (number - 1 not in lines) + line.lstrip("# ")
+                     for number, line in lines.items())
+
+
+def comments_of_cuda(text):
+    """Those that have a line to themselves, likewise."""
+    return re.sub(r"(?m)^[ \t]*(//[/ ]*)?|^.*[;{}].*$", "", "\n".join(
+        line if line.lstrip().startswith("//") else "" for line in text.split("\n")))
+
+
+READERS = {".md": [str], ".py": [of_python, comments_of_python], ".cu": [comments_of_cuda],
+           ".cuh": [comments_of_cuda], ".h": [comments_of_cuda]}
+
+
+def repository_text():
+    """The paragraphs of English in this repository's pages, docstrings and comments."""
+    files = sorted(TOP.glob("*.*")) + sorted(TOP.glob("dev/**/*.*"))
+    paragraphs = {}
+    for path in files:
+        for reader in READERS.get(path.suffix, ()):
+            parts = re.split(r"\n\s*\n", reader(path.read_text("utf-8")))
+            paragraphs |= {" ".join(part.split()): 0 for part in parts if is_prose(part)}
+    return "\n\n".join(paragraphs)
+
+
+def is_prepared(pattern):
+    """Whether the files of a pattern, and the vocabulary beside them, are there."""
+    paths = both(pattern)
+    return all(map(os.path.exists, [*paths, tokenizer_path(paths[0])]))
+
+
+def prepare_bytes(text, pattern):
+    """Write a text's bytes. Returns the paths to train and to validate on."""
+    vocabulary = vocabulary_of("bytes", [])
+    write_set(pattern, tokens_of([cleaned(text)], vocabulary), vocabulary)
+    return both(pattern)
+
+
+def prepare_repository():
+    """The paths of this repository's text, prepared if it is missing. Raises UserError."""
+    if is_prepared(REPOSITORY):
+        return both(REPOSITORY)
+    return prepare_bytes(repository_text(), REPOSITORY)
+
+
+def first_text():
+    """The paths of what a first run trains and validates on: what an earlier one prepared, or else
+    tinyshakespeare, if there is a network. Raises UserError."""
+    for pattern in (TINYSHAKESPEARE, REPOSITORY):
+        if is_prepared(pattern):
+            return both(pattern)
+    try:
+        return prepare_bytes(download_tinyshakespeare(), TINYSHAKESPEARE)
+    except UserError as e:
+        print(f"WARNING: {e}. Training on the text of this program's own files instead.")
+        return prepare_repository()

@@ -1,0 +1,79 @@
+"""Texts of your own as tokens of a vocabulary of your own: what prepro_tinyshakespeare.py does if
+it is given flags.
+
+    python prepro_tinyshakespeare.py --input book.txt               # GPT-2's tokens
+    python prepro_tinyshakespeare.py --input texts --vocab 4096     # a folder, and 4,096 words
+    python prepro_tinyshakespeare.py --vocab bytes                  # tinyshakespeare's bytes
+
+writes data/NAME/NAME_{train,val}.bin, and, unless the words are GPT-2's, NAME_tokenizer.bin, which
+the trainer finds beside them: see dev/data/vocabulary.py. Each document becomes <|endoftext|> and
+its tokens. The first tenth of all tokens, at most 32,768, is for validation. dev/data/fineweb.py
+takes inputs that are larger than memory.
+"""
+from pathlib import Path
+
+import prepro_tinyshakespeare as prepro
+from dev.common.flags import parse_flags
+from dev.data.documents import FLAGS as DOCUMENTS, documents_of, name_of, said
+from dev.data.vocabulary import (BYTES, MOST, read_vocabulary, tokenizer_path, vocabulary_bytes,
+                                 vocabulary_of, write_vocabulary)
+from prepro_tinyshakespeare import UserError, write_parts
+
+import numpy as np  # after prepro_tinyshakespeare, which sets how its threads wait
+
+
+def vocab(text):
+    """The type of --vocab."""
+    if text in ("bytes", "chars", "gpt2") or text.endswith(".bin"):
+        return text
+    if text.isascii() and text.isdigit() and len(BYTES) + 2 <= int(text) <= MOST:
+        return text
+    raise UserError(f"--vocab {text}: expected bytes, chars, gpt2, a number of words from "
+                    f"{len(BYTES) + 2} to {MOST:,}, or the NAME_tokenizer.bin of other tokens")
+
+
+FLAGS = [
+    *DOCUMENTS[:-1],
+    (None, "--vocab", vocab, "gpt2", "the words: bytes, chars, gpt2, a number of words to learn "
+     "from the text, or the NAME_tokenizer.bin of other tokens"),
+    DOCUMENTS[-1],
+]
+
+
+def tokens_of(texts, vocabulary):
+    """<|endoftext|> and its tokens of each text, uint16."""
+    parts = []
+    for text in texts:
+        parts += [np.array([vocabulary.eot], "<u2"), vocabulary.encode_array(text)]
+    return np.concatenate(parts) if parts else np.zeros(0, "<u2")
+
+
+def write_set(pattern, tokens, vocabulary=None):
+    """Write the two token files of a pattern, and the vocabulary beside them, if they do not have
+    GPT-2's. Tokens that another vocabulary had are removed before. Raises UserError."""
+    path = tokenizer_path(str(pattern).format("train"))
+    content = vocabulary_bytes(vocabulary) if vocabulary else None
+    if (path.read_bytes() if path.is_file() else None) != content:
+        for part in ("train", "val"):
+            Path(str(pattern).format(part)).unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
+    if vocabulary and not path.exists():
+        write_vocabulary(path, vocabulary)
+        print(f"writing {len(vocabulary.words):,} words to {path}")
+    write_parts(tokens, pattern)
+
+
+def main(arguments=None):
+    flags = parse_flags(f"{prepro.__doc__}\n{__doc__}", FLAGS, arguments)
+    own = flags.vocab != "gpt2"
+    default = "tinyshakespeare" + own * f"_{Path(flags.vocab).stem}"
+    name = name_of(flags) or (default if own else None)
+    pattern = Path(f"data/{name}/{name}_{{}}.bin") if name else prepro.TINYSHAKESPEARE
+    if not flags.input and not own and not flags.documents:
+        flags.documents = "blank-lines"  # as in llm.c's files
+    given = read_vocabulary(flags.vocab) if flags.vocab.endswith(".bin") else None
+    texts, units = documents_of(flags)
+    vocabulary = given or vocabulary_of(flags.vocab, texts)
+    tokens = tokens_of(texts, vocabulary)
+    print(said(units))
+    write_set(pattern, tokens, vocabulary if own else None)
