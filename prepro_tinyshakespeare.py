@@ -166,13 +166,18 @@ def write_tokens(path, tokens, magic=20240520, version=1, dtype="<u2"):
     replace_file(path, [make_header(magic, version, len(tokens)), np.asarray(tokens, dtype)])
 
 
-def write_parts(tokens, path, **kind):
-    """Write the first tenth of the tokens, at most VAL_TOKENS, to path.format("val"), and the rest
-    to path.format("train"). kind: see write_tokens."""
-    val = min(VAL_TOKENS, len(tokens) // 10)
-    if val < 2:
+def val_count(tokens):
+    """How many of the tokens, the first, are for validation. Raises UserError if they are few."""
+    if len(tokens) < 20:
         raise UserError(f"the text has {len(tokens)} tokens, and needs at least 20 for training "
                         "and validation")
+    return min(VAL_TOKENS, len(tokens) // 10)
+
+
+def write_parts(tokens, path, **kind):
+    """Write the tokens for validation to path.format("val"), and the others to
+    path.format("train"). kind: see write_tokens."""
+    val = val_count(tokens)
     write_tokens(str(path).format("val"), tokens[:val], **kind)
     write_tokens(str(path).format("train"), tokens[val:], **kind)
 

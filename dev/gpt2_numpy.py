@@ -112,7 +112,7 @@ def mean_loss(targets, logits):
 
 
 def main():
-    from dev.features.tokenizer import decode, encoding_of_model, words_of
+    from dev.features.tokenizer import decode, encoding_of_model, vocabulary_of_run, words_of
     from prepro_tinyshakespeare import UserError
     from dev.common.config import Config, read_parameters
     from train_gpt2 import Parser, to_float
@@ -123,15 +123,20 @@ def main():
     c = Config.from_file(flags.checkpoint)
     p = SimpleNamespace(**{name: to_float(x) for name, x in read_parameters(flags.checkpoint, c)})
     p.wte = p.wte[: c.V]
-    encoding = encoding_of_model(c.V)
     # <|endoftext|>, and the text, in which a special token's name is that token
-    tokens = np.array([c.EOT, *encoding.encode(flags.text, allowed_special="all")])
+    own = vocabulary_of_run(flags.checkpoint, c.V)
+    if own:
+        tokens, words = np.array([own.eot, *own.encode(flags.text)]), dict(enumerate(own.words))
+    else:
+        encoding = encoding_of_model(c.V)
+        tokens = np.array([c.EOT, *encoding.encode(flags.text, allowed_special="all")])
+        words = words_of(encoding)
     if not (2 <= len(tokens) <= c.maxT and tokens.max() < c.V):
         raise UserError(f"<|endoftext|> and the text are {len(tokens)} tokens, ids up to "
                         f"{tokens.max()}; expected 2 to {c.maxT} tokens, ids below {c.V}")
     logits = forward(p, tokens, c.NH)
     print(f"loss {mean_loss(tokens[1:], logits[:-1]):.6f} over {len(tokens) - 1} tokens")
-    chance, words = softmax(logits[-1]), words_of(encoding)
+    chance = softmax(logits[-1])
     for token in np.argsort(-chance)[:5]:
         print(f"{chance[token]:8.2%}  {decode([token], words)!r}")
 

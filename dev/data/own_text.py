@@ -17,7 +17,7 @@ from dev.common.flags import parse_flags
 from dev.data.documents import FLAGS as DOCUMENTS, documents_of, name_of, said
 from dev.data.vocabulary import (BYTES, MOST, read_vocabulary, tokenizer_path, vocabulary_bytes,
                                  vocabulary_of, write_vocabulary)
-from prepro_tinyshakespeare import UserError, write_parts
+from prepro_tinyshakespeare import UserError, val_count, write_parts
 
 import numpy as np  # after prepro_tinyshakespeare, which sets how its threads wait
 
@@ -51,6 +51,7 @@ def tokens_of(texts, vocabulary):
 def write_set(pattern, tokens, vocabulary=None):
     """Write the two token files of a pattern, and the vocabulary beside them, if they do not have
     GPT-2's. Tokens that another vocabulary had are removed before. Raises UserError."""
+    val_count(tokens)  # before anything is written
     path = tokenizer_path(str(pattern).format("train"))
     content = vocabulary_bytes(vocabulary) if vocabulary else None
     if (path.read_bytes() if path.is_file() else None) != content:

@@ -16,7 +16,7 @@ ON_HUB = r"[\w-][\w.-]*/[\w-][\w.-]*"  # owner/name
 FILES = {  # by the first number
     20240326: "a GPT-2 checkpoint, which train_gpt2.py trains (-e)",
     20240327: "a debug state of GPT-2, which test_gpt2.py compares with (--state)",
-    20240328: "GPT-2's tokenizer, which decodes samples if its name is gpt2_tokenizer.bin",
+    20240328: "a vocabulary, which lies beside the token files that have its words (--vocab)",
     20240520: "a file of GPT-2's tokens, which train_gpt2.py trains on (-i)",
     20240522: "a file of HellaSwag's questions, which train_gpt2.py scores (--hellaswag)",
     20240527: "AdamW's state, with which a run goes on (-o FOLDER -y 1)",

@@ -96,6 +96,15 @@ def read_examples(path, V, T=None):
     return examples
 
 
+def check_vocabulary(vocabulary, path):
+    """Raise UserError if a model has its own vocabulary (or None), in which there are no
+    questions."""
+    if vocabulary:
+        raise UserError(f"{path}: has GPT-2's tokens, and the model its own vocabulary, "
+                        f"{vocabulary.name}: HellaSwag is for models of GPT-2's words: leave it "
+                        "out")
+
+
 def check_lengths(examples, T):
     """Raise UserError unless each row has fewer than T tokens, which llm.c requires."""
     lengths = ((example.longest, -i) for i, example in enumerate(examples))
@@ -151,6 +160,7 @@ class Scored:
     def open_data(self):
         super().open_data()
         c, flags = self.config, self.flags
+        check_vocabulary(self.vocabulary, flags.hellaswag)
         self.examples = read_examples(flags.hellaswag, c.V, flags.seq_len)
 
     def validate(self, done):

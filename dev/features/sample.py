@@ -89,6 +89,8 @@ class Sampling:
             raise UserError("--sample: expected -e too, a checkpoint: random weights have nothing "
                             "to say")
         tokens, words = self.encode(flags.sample) if flags.sample else [], self.words()
+        if not tokens and self.vocabulary:
+            tokens = [self.vocabulary.eot]
         self.device = self.make_device()
         self.model = self.make_model()
         if flags.temperature != 0:

@@ -9,7 +9,7 @@ size is decoded by a gpt2_tokenizer.bin of as many words, or shown as token ids.
 import functools
 from pathlib import Path
 
-from dev.common.config import check_tokens, read_tokens
+from dev.common.config import read_tokens
 from dev.data.vocabulary import (read_vocabulary, vocabulary_beside, vocabulary_bytes,
                                  vocabulary_of_checkpoint)
 from dev.features.declare import Feature, Pair
@@ -107,18 +107,30 @@ def vocabulary_of_run(checkpoint, V, train_path=None):
 class Tokenized:
     """Training that decodes samples with these words."""
 
+    def data_paths(self):
+        paths = super().data_paths()
+        self.vocabulary = self.find_vocabulary(paths[0])  # it must fit before tokens are read
+        return paths
+
     def open_data(self):
         super().open_data()
-        vocabulary = self.vocabulary
-        if vocabulary and len(vocabulary.words) < self.config.V:  # else the loader checks it
-            for path in {*paths_of(self.train_path), *paths_of(self.val_path)}:
-                check_tokens(path, read_tokens(path, self.config), len(vocabulary.words))
+        words = self.vocabulary.words if self.vocabulary else ()
+        if 0 < len(words) < self.config.V:  # else the loader checks the tokens
+            for path in paths_of(self.train_path) + paths_of(self.val_path):
+                largest = int(read_tokens(path, self.config).max(initial=0))
+                if largest >= len(words):
+                    raise UserError(f"{path}: has token {largest}, and {self.vocabulary.name} only "
+                                    f"{len(words):,} words; expected both from one run of "
+                                    "prepro_tinyshakespeare.py --vocab")
 
     @functools.cached_property
     def vocabulary(self):
-        """The model's own Vocabulary, or None. Raises UserError."""
-        return vocabulary_of_run(self.name if self.from_file else None, self.config.V,
-                                 getattr(self, "train_path", None))
+        """The model's own Vocabulary, or None."""
+        return self.find_vocabulary()  # of a run without data
+
+    def find_vocabulary(self, train_path=None):
+        checkpoint = self.name if self.from_file else None
+        return vocabulary_of_run(checkpoint, self.config.V, train_path)
 
     def words(self):
         """{token id: its bytes}, {} if they are not known; another model's config has its own."""

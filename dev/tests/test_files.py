@@ -122,7 +122,7 @@ def test_other_kinds(device_name, folder):
             ("GPT-2 checkpoint", 20240520, "GPT-2's tokens", "-i"),
             ("GPT-2 checkpoint", 20240522, "HellaSwag's questions", "--hellaswag"),
             ("token file", 20240326, "a GPT-2 checkpoint", r"train_gpt2.py trains \(-e\)"),
-            ("token file", 20240328, "GPT-2's tokenizer", "gpt2_tokenizer.bin"),
+            ("token file", 20240328, "a vocabulary", "--vocab"),
             ("tokenizer", 20240327, "a debug state of GPT-2", "test_gpt2.py .*--state"),
             ("debug state", 20240801, "Llama 3's tokens", r"train_llama3.py trains on \(-i\)")):
         kind, read, header[0] = GOOD_FILES[label][0], GOOD_FILES[label][-1], magic

@@ -20,7 +20,9 @@ Llama 3     RoPE rotates rows 2i and 2i+1 of a query or key head together in a c
             header has are kept in config.json as llm_c, so that a checkpoint survives the round
             trip bit for bit (one of llm.c's master becomes one of its branch llama3).
 
-A new folder also gets GPT-2's tokenizer, if the model has GPT-2's vocabulary. No file says whether
+A new folder also gets a tokenizer: the model's own vocabulary (dev/data/vocabulary.py), if there is
+one beside the checkpoint, or GPT-2's, if the model has as many words. Of a folder with such a
+tokenizer.json, the vocabulary is written beside OUT.bin, as OUT_tokenizer.bin. No file says whether
 a model was trained with `--attention relu`, which transformers does not have.
 
 A safetensors file is the length of a JSON text, in 8 bytes; that text, {name: {dtype, shape,
@@ -38,10 +40,12 @@ from dev.common.bf16 import to_bf16
 from dev.common.config import Config
 from dev.common.flags import argument, parse_flags
 from dev.data.hub import ask
+from dev.data.vocabulary import vocabulary_bytes
 from dev.features.file_kinds import ON_HUB, OPENAI, checked_header
+from dev.features.tokenizer import vocabulary_of_run
 from dev.llama3.train_llama3 import Config3
 from dev.tools.hf_config import ARCHITECTURES, HEAD, padded, read_config, read_json, write_objects
-from dev.tools.hf_tokenizer import write_tokenizer
+from dev.tools.hf_tokenizer import vocabulary_in, write_tokenizer, write_vocabulary
 from prepro_tinyshakespeare import UserError, gpt2_encoding, replace_file, run_main
 from train_gpt2 import BF16, to_float
 
@@ -231,6 +235,7 @@ def check_tensors(source, found, c):
 def folder_to_checkpoint(name, path, dtype=None):
     """Convert a folder, a model on the hub, or one file. Raises UserError, and then leaves an older
     checkpoint as it was."""
+    own = None
     if str(name).endswith(".safetensors") and not Path(name).is_dir():
         source = Path(name)
         found = map_file(source)
@@ -240,8 +245,10 @@ def folder_to_checkpoint(name, path, dtype=None):
         source = find_folder(name)
         c = read_config(source)
         found = {name: array for file in files_of(source) for name, array in map_file(file).items()}
-        if type(c) is Config3 and (source / "tokenizer.json").exists():
-            print(f"{source / 'tokenizer.json'} is for dev/llama3/tokens.py")
+        tokenizer = source / "tokenizer.json"
+        own = vocabulary_in(tokenizer) if tokenizer.exists() else None
+        if type(c) is Config3 and tokenizer.exists() and not own:
+            print(f"{tokenizer} is for dev/llama3/tokens.py")
     found = check_tensors(source, found, c)
     if dtype is None:
         dtype = BF16 if all(tensor.dtype == BF16 for tensor in found.values()) else np.float32
@@ -254,6 +261,11 @@ def folder_to_checkpoint(name, path, dtype=None):
 
     version = next(version for version, stored in c.STORED.items() if stored == dtype)
     replace_file(path, itertools.chain(c.headers(version), tensors()))
+    beside = Path(path).with_name(f"{Path(path).stem}_tokenizer.bin")
+    if own:
+        replace_file(beside, [vocabulary_bytes(own)])
+    else:
+        beside.unlink(missing_ok=True)  # of an older checkpoint of this name
 
 
 def write_safetensors(path, tensors, dtype, HS):
@@ -293,6 +305,7 @@ def checkpoint_to_folder(path, folder, dtype=None):
     header = checked_header(path, *(kind.FILE for kind in ARCHITECTURES))
     kind = next(kind for kind in ARCHITECTURES if kind.FILE.magic == header[0])
     c, architecture, folder = kind.from_file(path), ARCHITECTURES[kind], Path(folder)
+    own = vocabulary_of_run(path, c.V)
     stored = c.STORED[header[1]]
     dtype = dtype or stored
     if any(folder.glob("*.safetensors*")):
@@ -309,7 +322,7 @@ def checkpoint_to_folder(path, folder, dtype=None):
         files = [WEIGHTS]
     for file, tensors in zip(files, shards):
         write_safetensors(folder / file, tensors, dtype, c.C // c.NH)
-    begin, end = TEXT_IDS.get(c.V, (None, None))
+    begin, end = [own.eot] * 2 if own else TEXT_IDS.get(c.V, (None, None))
     objects = {"config.json": {
         "architectures": [architecture.model_class], "model_type": architecture.model_type,
         "torch_dtype": "bfloat16" if dtype == BF16 else "float32", "vocab_size": c.V,
@@ -321,6 +334,8 @@ def checkpoint_to_folder(path, folder, dtype=None):
             "weight_map": {name: file for file, tensors in zip(files, shards) for name in tensors}}
     write_objects(folder, objects)
     try:
+        if own:
+            return write_vocabulary(folder, own, min(c.maxT, 2**20))
         if c.V != GPT2_WORDS:
             raise UserError(f"GPT-2's has {GPT2_WORDS} words, and this model V = {c.V}; copy its "
                             f"own to {folder}")

@@ -6,10 +6,12 @@ import sys
 
 from dev.common.config import read_parameters
 from dev.common.flags import parse_flags
+from dev.data.vocabulary import vocabulary_of_checkpoint
 from dev.features.devices import make_device
 from dev.features.file_kinds import checked_header
 from dev.features.fit import Fitting
-from dev.features.hellaswag_score import PADDING, count_right, read_examples
+from dev.features.hellaswag_score import (PADDING, check_vocabulary, count_right,
+                                          read_examples)
 from dev.features.order import default_dtype, has_gpu
 from dev.features.seams import GPT2
 from dev.llama3.train_llama3 import Llama3
@@ -42,6 +44,7 @@ def main(arguments=None):
     [architecture] = [architecture for kind, architecture in architectures.items()
                       if kind.magic == magic]
     c = architecture.Config.from_file(flags.model)
+    check_vocabulary(vocabulary_of_checkpoint(flags.model), flags.data)
     examples = read_examples(flags.data, c.V, flags.seq_len)
     most = max(example.longest for example in examples)
     enough = min(getattr(c, "longest", c.maxT), -(-(most + 1) // PADDING) * PADDING)
