@@ -2,7 +2,8 @@
 
     python -m dev.data.fineweb                   # FineWeb's sample of 10 billion tokens
     python -m dev.data.fineweb -t edu -v 100B    # FineWeb-Edu's of 100 billion
-    python -m dev.data.fineweb --input texts     # any .parquet or .jsonl files with a column text
+    python -m dev.data.fineweb --input texts     # any .parquet, .jsonl or .csv files, column text
+    python -m dev.data.fineweb --vocab data/book/book_tokenizer.bin    # a vocabulary of your own
 
 then `python train_gpt2.py -i "data/fineweb10B/fineweb_train_*.bin"`.
 
@@ -23,6 +24,7 @@ whose download was interrupted is downloaded again.
 import collections
 import contextlib
 import fcntl
+import hashlib
 import itertools
 import json
 import multiprocessing
@@ -41,6 +43,7 @@ from dev.common.config import count_tokens
 from dev.common.flags import parse_flags
 from dev.data.hub import download, library, list_files
 from dev.data.tables import read_texts, table_files
+from dev.data.vocabulary import Vocabulary, read_vocabulary, vocabulary_bytes, write_vocabulary
 from prepro_tinyshakespeare import (EOT, UserError, call_tiktoken, gpt2_encoding, make_header,
                                     replace_file, run_main)
 from train_gpt2 import TOKENS, number
@@ -53,9 +56,11 @@ BATCH = 2**20  # characters that a worker gets at a time
 FLAGS = [
     ("-t", "--type", tuple(DATASETS), None, "FineWeb or FineWeb-Edu (default: classic)"),
     ("-v", "--version", ("10B", "100B"), None, "tokens of the sample (default: 10B)"),
-    (None, "--input", str, None, "a .parquet or .jsonl file, or a folder of such files, instead of "
-     "FineWeb"),
+    (None, "--input", str, None, "a .parquet, .jsonl or .csv file, or a folder of such files, "
+     "instead of FineWeb"),
     (None, "--column", str, "text", "the column or field with the text"),
+    (None, "--vocab", str, None, "NAME_tokenizer.bin of prepro_tinyshakespeare.py --vocab, instead "
+     "of GPT-2's words"),
     (None, "--name", str, None, "writes NAME_val_000000.bin, NAME_train_000001.bin, ... (default: "
      "fineweb, edu_fineweb or the input's name)"),
     (None, "--output", str, None, "folder of the shards (default: data/NAME and the version)"),
@@ -93,12 +98,18 @@ def read_batches(paths, column, place):
             yield file, first, texts
 
 
+eot = EOT  # a worker's
+
+
 def start_worker(encoding):
     """What a worker does first. It leaves Ctrl-C to its parent, and ends when its parent is gone,
-    so that nothing is left of a killed program."""
-    global encode
+    so that nothing is left of a killed program. encoding: tiktoken's, or a Vocabulary."""
+    global encode, eot
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    encode = encoding.encode_ordinary  # <|endoftext|> in a text is text
+    if isinstance(encoding, Vocabulary):
+        encode, eot = encoding.encode, encoding.eot
+    else:
+        encode = encoding.encode_ordinary  # <|endoftext|> in a text is text, as in llm.c
 
     def end_with_parent():
         multiprocessing.parent_process().join()
@@ -114,7 +125,7 @@ def tokenize(texts, name="", first=0):
     documents = []
     for row, text in enumerate(texts, first + 1):
         try:
-            documents.append(np.array([] if text is None else [EOT, *call_tiktoken(encode, text)],
+            documents.append(np.array([] if text is None else [eot, *call_tiktoken(encode, text)],
                                       "<u2"))
         except UserError as e:
             raise UserError(f"{name}: row {row}: {e}") from None
@@ -311,7 +322,10 @@ def main(arguments=None):
     if not name.replace("-", "").replace("_", "").replace(".", "").isalnum():
         raise UserError(f"--name {name}: expected letters, digits, '-', '_' and '.'")
     folder = Path(flags.output or f"data/{name}{'' if flags.input else version}")
-    encoding = gpt2_encoding()
+    vocabulary = read_vocabulary(flags.vocab) if flags.vocab else None
+    encoding = vocabulary or gpt2_encoding()
+    tokenizer = hashlib.sha256(vocabulary_bytes(vocabulary)).hexdigest() if vocabulary else (
+        encoding.name)
     workers = flags.workers or (len(os.sched_getaffinity(0)) if sys.platform == "linux"
                                 else os.cpu_count())
     with locked(folder):
@@ -329,7 +343,7 @@ def main(arguments=None):
         progress = begin(folder, name, {
             "source": source, "commit": commit, "files": files, "--column": flags.column,
             "--shard-tokens": flags.shard_tokens,
-            "--val-tokens": flags.val_tokens or flags.shard_tokens, "tokenizer": encoding.name})
+            "--val-tokens": flags.val_tokens or flags.shard_tokens, "tokenizer": tokenizer})
         # of a killed program
         for rest in (*folder.glob(f"{name}_*.tmp"), *downloads.rglob("*.incomplete")):
             rest.unlink()
@@ -338,6 +352,9 @@ def main(arguments=None):
                   f"{progress['shards']} shards; to make them anew, delete them and their progress "
                   "file")
             return
+
+        if vocabulary:
+            write_vocabulary(folder / f"{name}_tokenizer.bin", vocabulary)
 
         def forget(file):
             for path, _ in () if flags.input else files[:file]:

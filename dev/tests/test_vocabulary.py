@@ -19,6 +19,7 @@ import numpy as np  # after prepro_tinyshakespeare, which sets how its threads w
 
 import prepro_tinyshakespeare as prepro
 from dev.data import first_text, vocabulary
+from dev.data.tables import read_rows
 from dev.data.vocabulary import (Vocabulary, read_vocabulary, vocabulary_beside,
                                  vocabulary_of_checkpoint, write_vocabulary)
 from dev.llama3.train_llama3 import Config3
@@ -250,9 +251,33 @@ def test_inputs(folder):
     n = len(documents)
     check("texts and tables", f"{n} documents, one a file and {2 * n} documents, one a row" in said
           and tokens_of(folder, "out").count(256) == 3 * (n + 2), said)
+    raw = [(text,) for text in documents]
+    check("a table's rows are as they are", [*read_rows(folder / "a.csv", ["body"])] == raw)
     shutil.copy(folder / "a.csv", folder / "B.CSV")
     program(folder, "--input", "B.CSV", "--column", "body", "--vocab", "bytes")
     check("its name, and a suffix in capitals", tokens_of(folder, "B")[0] == 256)
+
+
+def test_shards(folder):
+    """dev/data/fineweb.py writes shards in such a vocabulary, and puts it beside them, where a
+    training finds it."""
+    from dev.tests.documents import check_command, command
+    documents = [text for text in HARD if "\r" not in text and "\ufeff" not in text] * 20
+    inputs = write_inputs(folder, documents)
+    program(folder, "--input", *inputs[".csv"], "--name", "small", "--column", "body", "--vocab",
+            "300")
+    vocab = "data/small/small_tokenizer.bin"
+    own = vocabulary_beside(folder / "data/small/small_train.bin")
+    flags = ("--input", "a.csv", "--column", "body", "-s", 2000, "--output", "shards", "--workers",
+             1)
+    check_command("shards", "a_train_000002.bin", command("fineweb", folder, *flags, "--vocab",
+                                                          vocab))
+    paths = sorted((folder / "shards").glob("a_[vt]*0*.bin"), key=lambda path: path.stem[-6:])
+    found = np.concatenate([np.fromfile(path, "<u2", offset=1024) for path in paths]).tolist()
+    check("the tokens", found == tokens_of(folder, "small") and len(paths) > 2, len(found))
+    check("the vocabulary", vocabulary_beside(folder / "shards/a_train_*.bin") == own)
+    check_command("another vocabulary", "begun with tokenizer .*, and now it is gpt2_bytes",
+                  command("fineweb", folder, *flags), 1)
 
 
 def test_tinyshakespeare(folder):
@@ -518,7 +543,8 @@ def test_refusals(folder):
     (folder / "texts").mkdir()
     (folder / "none").mkdir()
     (folder / "none/notes.pdf").touch()
-    for name, content in (("texts/a.txt", b"a"), ("texts/b.txt", b"caf\xe9"),
+    for name, content in (("tiny.txt", b"18 bytes of a text"), ("texts/a.txt", b"a"),
+                          ("texts/b.txt", b"caf\xe9"),
                           ("half.csv", b"a,b\n1\n"), ("open.csv", b'text\n"never closed\n'),
                           ("latin.csv", b"text\ncaf\xe9\n"), ("twice.csv", b"text,text\n1,2\n"),
                           ("empty.csv", b""), ("number.jsonl", b'{"text": 3}\n'),
@@ -532,6 +558,8 @@ def test_refusals(folder):
             ("--vocab: expected one argument", "--vocab"),
             ("none_tokenizer.bin: .*No such file|none_tokenizer.bin: .*expected", "--input",
              "book.txt", "--vocab", "none_tokenizer.bin"),
+            ("the text has 19 tokens, and needs at least 20", "--input", "tiny.txt", "--vocab",
+             "bytes"),
             (r"--vocab 9999: the text has pairs to join for \d+ words only", "--input", "book.txt",
              "--vocab", 9999),
             ("--input book.txt texts: is no single file or folder", "--input", "book.txt", "texts",
