@@ -65,7 +65,7 @@ def write_set(pattern, tokens, vocabulary=None):
 
 
 def main(arguments=None):
-    flags = parse_flags(f"{prepro.__doc__}\n{__doc__}", FLAGS, arguments)
+    flags = parse_flags(__doc__, FLAGS, arguments)
     own = flags.vocab != "gpt2"
     default = "tinyshakespeare" + own * f"_{Path(flags.vocab).stem}"
     name = name_of(flags) or (default if own else None)
