@@ -116,7 +116,6 @@ SPELLINGS = [TINYSHAKESPEARE, *(Path(f"data/{name}/{name}_{{}}.bin")  # as --nam
 END_OF_TEXT, EOT = "<|endoftext|>", 50256
 VAL_TOKENS = 32768
 BYTE_ORDER_MARK = "\ufeff"  # some files begin with it
-PRINTING = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]  # as Latin-1
 
 
 def gpt2_encoding():

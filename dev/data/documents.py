@@ -16,7 +16,7 @@ from prepro_tinyshakespeare import BYTE_ORDER_MARK, UserError, download_tinyshak
 KINDS = ".txt", *TABLES
 OTHERS = ".json", ".ndjson", ".tsv"  # rows in a syntax that is not read here
 JSON_LINES = re.compile(r'\ufeff?\s*\{\s*".*\}\s*(\Z|\n\s*\{\s*".*\}\s*$)', re.M)  # two, or one
-UNITS = {"files": "a file", "blank-lines": "between two blank lines", "rows": "a row"}
+UNITS = {"files": "one a file", "blank-lines": "split at blank lines", "rows": "one a row"}
 FLAGS = [
     (None, "--input", "names", None, ".txt, .jsonl, .csv or .parquet files, folders of them, or "
      "quoted patterns, instead of downloading tinyshakespeare"),
@@ -43,7 +43,7 @@ def input_files(inputs):
                 each for each in path.rglob("*") if each.suffix.lower() in KINDS and each.is_file())
             if not found:
                 raise UserError(f"{path}: has none of {', '.join(KINDS)}; expected a folder of "
-                                "such files")
+                                "such files, or a quoted pattern for text files with other names")
             files += found
     return files
 
@@ -105,9 +105,9 @@ def documents_of(flags):
 
 def said(units):
     """How many documents there are, in words. units: {what is one: how many}."""
-    parts = [f"{count:,} {'document' if count == 1 else 'documents'}, one {UNITS[unit]}"
+    parts = [f"{count:,} {'document' if count == 1 else 'documents'}, {UNITS[unit]}"
              for unit, count in units.items()]
-    return f"{' and '.join(parts)} (--documents)"
+    return f"{'; '.join(parts)} (--documents)"
 
 
 def name_of(flags):

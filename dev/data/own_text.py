@@ -10,6 +10,7 @@ the trainer finds beside them: see dev/data/vocabulary.py. Each document becomes
 its tokens. The first tenth of all tokens, at most 32,768, is for validation. dev/data/fineweb.py
 takes inputs that are larger than memory.
 """
+import os
 from pathlib import Path
 
 import prepro_tinyshakespeare as prepro
@@ -17,7 +18,7 @@ from dev.common.flags import parse_flags
 from dev.data.documents import FLAGS as DOCUMENTS, documents_of, name_of, said
 from dev.data.vocabulary import (BYTES, MOST, read_vocabulary, tokenizer_path, vocabulary_bytes,
                                  vocabulary_of, write_vocabulary)
-from prepro_tinyshakespeare import UserError, val_count, write_parts
+from prepro_tinyshakespeare import UserError, both, val_count, write_parts
 
 import numpy as np  # after prepro_tinyshakespeare, which sets how its threads wait
 
@@ -54,13 +55,13 @@ def write_set(pattern, tokens, vocabulary=None):
     val_count(tokens)  # before anything is written
     path = tokenizer_path(str(pattern).format("train"))
     content = vocabulary_bytes(vocabulary) if vocabulary else None
+    old = [Path(name) for name in both(pattern) if os.path.exists(name)]
     if (path.read_bytes() if path.is_file() else None) != content:
-        for part in ("train", "val"):
-            Path(str(pattern).format(part)).unlink(missing_ok=True)
-        path.unlink(missing_ok=True)
-    if vocabulary and not path.exists():
-        write_vocabulary(path, vocabulary)
-        print(f"writing {len(vocabulary.words):,} words to {path}")
+        for each in (*old, path):
+            each.unlink(missing_ok=True)
+        if vocabulary:
+            print(f"writing {len(vocabulary.words):,} words to {path}")
+            write_vocabulary(path, vocabulary)  # before tokens, which are GPT-2's without it
     write_parts(tokens, pattern)
 
 

@@ -19,8 +19,8 @@ from pathlib import Path
 from dev.data.hub import library
 from dev.features.file_kinds import checked_header
 from dev.features.shuffled_loader import paths_of
-from prepro_tinyshakespeare import (END_OF_TEXT, EOT, PRINTING, UserError, call_tiktoken,
-                                    gpt2_encoding, make_header, replace_file)
+from prepro_tinyshakespeare import (END_OF_TEXT, EOT, UserError, call_tiktoken, gpt2_encoding,
+                                    make_header, replace_file)
 from train_gpt2 import HEADER_BYTES, FileKind
 
 import numpy as np  # after prepro_tinyshakespeare, which sets how its threads wait
@@ -28,6 +28,7 @@ import numpy as np  # after prepro_tinyshakespeare, which sets how its threads w
 TOKENIZER = FileKind("tokenizer", 20240328, (2,), "prepro_tinyshakespeare.py --vocab writes one, "
                      "and llm.c's train_gpt2.py GPT-2's")
 BYTES = [bytes([b]) for b in range(256)]
+PRINTING = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]  # bytes, as Latin-1
 END = END_OF_TEXT.encode()
 MOST = 50257  # words, as GPT-2: with more, the trainer's samples would not begin with the last
 LONGEST = 255  # bytes of a word, since its length is a byte
@@ -43,7 +44,7 @@ class Vocabulary:
         self.words, self.eot, self.name = words, eot, name
 
     def __eq__(self, other):
-        return (self.words, self.eot) == (other.words, other.eot)
+        return isinstance(other, Vocabulary) and (self.words, self.eot) == (other.words, other.eot)
 
     @functools.cached_property
     def encoding(self):

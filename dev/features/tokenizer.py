@@ -7,15 +7,15 @@ current folder; otherwise tiktoken's; without a network only the single bytes. A
 size is decoded by a gpt2_tokenizer.bin of as many words, or shown as token ids.
 """
 import functools
+import os
 from pathlib import Path
 
 from dev.common.config import read_tokens
-from dev.data.vocabulary import (read_vocabulary, vocabulary_beside, vocabulary_bytes,
+from dev.data.vocabulary import (PRINTING, read_vocabulary, vocabulary_beside, vocabulary_bytes,
                                  vocabulary_of_checkpoint)
 from dev.features.declare import Feature, Pair
 from dev.features.shuffled_loader import paths_of
-from prepro_tinyshakespeare import (END_OF_TEXT, EOT, PRINTING, UserError, gpt2_encoding,
-                                    replace_file)
+from prepro_tinyshakespeare import END_OF_TEXT, EOT, UserError, gpt2_encoding, replace_file
 
 FILE = Path("gpt2_tokenizer.bin")
 GPT2_SIZES = 50257, 50304  # V of models with GPT-2's words; the second is padded, as nanoGPT's
@@ -104,12 +104,21 @@ def vocabulary_of_run(checkpoint, V, train_path=None):
     return found
 
 
+def named(vocabulary):
+    """What an error calls it."""
+    return f"the words of {vocabulary.name}" if vocabulary else "GPT-2's words"
+
+
 class Tokenized:
     """Training that decodes samples with these words."""
 
     def data_paths(self):
         paths = super().data_paths()
         self.vocabulary = self.find_vocabulary(paths[0])  # it must fit before tokens are read
+        train, val = map(vocabulary_beside, paths)
+        if train != val and os.path.exists(paths_of(paths[1])[0]):
+            raise UserError(f"{paths[1]}: its tokens have {named(val)}, and those of {paths[0]} "
+                            f"{named(train)}: expected the same; give another -j")
         return paths
 
     def open_data(self):

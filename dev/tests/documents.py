@@ -13,9 +13,9 @@ import subprocess
 import sys
 from unittest import mock
 
+from dev.data.vocabulary import PRINTING
 from dev.tests.checks import check
 from dev.tests.folders import byte_encoding
-from prepro_tinyshakespeare import PRINTING
 
 EOT = 50256
 BYTE_IDS = {b: i for i, b in enumerate(PRINTING + [b for b in range(256) if b not in PRINTING])}

@@ -3,7 +3,8 @@ import json
 
 import numpy as np
 
-from prepro_tinyshakespeare import END_OF_TEXT, EOT, PRINTING
+from dev.data.vocabulary import PRINTING
+from prepro_tinyshakespeare import END_OF_TEXT, EOT
 from train_gpt2 import BF16
 
 # The names of types in safetensors.

@@ -79,7 +79,7 @@ def test_files(folder):
         (folder / f"{name}.txt").write_text(text, encoding="utf-8")
         said = program(folder, "--input", f"{name}.txt", "--documents", "blank-lines")
         check(f"{name}: says what a document is",
-              f"{times + 1:,} documents, one between two blank lines (--documents)" in said, said)
+              f"{times + 1:,} documents, split at blank lines (--documents)" in said, said)
         found = [tokens_in(folder / f"data/{name}/{name}_{part}.bin") for part in ("val", "train")]
         yield f"{name}: tokens to validate on", len(found[0]), val or len(wish) // 10, EXACT
         check(f"{name}: all tokens, in order", found[0] + found[1] == wish, len(wish))

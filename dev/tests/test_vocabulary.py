@@ -242,14 +242,14 @@ def test_inputs(folder):
                 found = tokens_of(folder, "out")
                 check(f"{name}, {choice}, {unit}: the tokens", found == wish,
                       f"{len(found)}, expected {len(wish)}")
-                what = "between two blank lines" if flags else (
-                    "a row" if name.startswith(".") else "a file")
+                what = "split at blank lines" if flags else (
+                    "one a row" if name.startswith(".") else "one a file")
                 check(f"{name}, {choice}, {unit}: said",
-                      f"{len(parts)} documents, one {what} (--documents)\n" in said, said)
+                      f"{len(parts)} documents, {what} (--documents)\n" in said, said)
     said = program(folder, "--input", "texts", "a.csv", "a.csv", "--name", "out", "--column",
                    "body", "--vocab", "bytes")
     n = len(documents)
-    check("texts and tables", f"{n} documents, one a file and {2 * n} documents, one a row" in said
+    check("texts and tables", f"{n} documents, one a file; {2 * n} documents, one a row" in said
           and tokens_of(folder, "out").count(256) == 3 * (n + 2), said)
     raw = [(text,) for text in documents]
     check("a table's rows are as they are", [*read_rows(folder / "a.csv", ["body"])] == raw)
@@ -434,6 +434,7 @@ def test_refused_runs(folder):
     check("a run", status == 0, error)
     again = "out/model_00000001.bin"
     small = len(vocabulary_beside(data["chars"]).words)
+    shutil.copy("data/bytes/bytes_val.bin", "other_val.bin")
     for name, wish, more in (
             ("fewer words than the model", f"chars_tokenizer.bin: has {small} words, and the model "
              "V = 257; expected as many",
@@ -444,6 +445,13 @@ def test_refused_runs(folder):
              "of .*chars_tokenizer.bin, and out/model_00000001.bin the 257 of out/tokenizer.bin: "
              "expected the same; prepro_tinyshakespeare.py --vocab out/tokenizer.bin makes",
              dict(model=again, train_data=data["chars"])),
+            ("others to validate", "chars_val.bin: its tokens have the words of "
+             ".*chars_tokenizer.bin, and those of .*bytes_train.bin the words of "
+             ".*bytes_tokenizer.bin: expected the same",
+             dict(model="model.bin", train_data=data["bytes"],
+                  val_data="data/chars/chars_val.bin", val_every=1)),
+            ("GPT-2's to validate", "other_val.bin: its tokens have GPT-2's words, and",
+             dict(model="model.bin", train_data=data["bytes"], val_data="other_val.bin")),
             ("HellaSwag", "questions.bin: has GPT-2's tokens, and the model its own vocabulary, ",
              dict(model="model.bin", train_data=data["bytes"], hellaswag="questions.bin",
                   val_every=1))):
