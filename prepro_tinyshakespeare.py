@@ -202,8 +202,8 @@ def other_part(path, part, other):
 def data_paths(train, val):
     """The paths of the tokens to train and to validate on. If one is None, it is named like the
     other: see other_part. If both are None, they are tinyshakespeare's, in the spelling that was
-    written last. It is prepared if it is missing; without a network, they are the bytes of this
-    program's own text. Raises UserError."""
+    written last. It is prepared if it is missing; without a network, but with dev/, they are the
+    bytes of this program's own text. Raises UserError."""
     for given, part, flag in ((train, "train", "-j"), (val, "val", "-i")):
         if given and part not in Path(given).name and not (train and val):
             raise UserError(f"{given} has no '{part}' in its name: give {flag} too")
@@ -216,6 +216,8 @@ def data_paths(train, val):
         prepare_tinyshakespeare()
         return both(TINYSHAKESPEARE)
     except UserError as e:
+        if not Path(__file__).with_name("dev").is_dir():
+            raise
         print(f"WARNING: {e}. Training on the bytes of this program's own text instead.")
     from dev.data.first_text import prepare_repository
     return prepare_repository()

@@ -619,6 +619,14 @@ def test_refusals(folder):
                           env={**os.environ, "PYTHONPATH": ""})
     check("without dev/", (done.returncode, done.stderr) == (
         1, "error: this needs dev, which is missing beside train_gpt2.py: restore it\n"), done)
+    done = subprocess.run([sys.executable, "-c", "import prepro_tinyshakespeare as prepro\n"
+                           "prepro.TEXT_URL = 'http://localhost:9'\n"
+                           "prepro.run_main(lambda: prepro.data_paths(None, None))"],
+                          cwd=folder, capture_output=True, text=True,
+                          env={**os.environ, "PYTHONPATH": ""})
+    check("without dev/, the default text", done.returncode == 1 and
+          re.fullmatch("error: tinyshakespeare could not be downloaded.*\n|error: tiktoken could "
+                       "not get.*\n", done.stderr) and not done.stdout, done)
     with working_in(folder):
         done = subprocess.run([sys.executable, TOP / "prepro_tinyshakespeare.py", "--vocab", "x"],
                               capture_output=True, text=True)
