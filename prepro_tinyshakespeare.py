@@ -19,9 +19,11 @@ import urllib.request
 from pathlib import Path
 
 # On a CPU, NumPy's threads and the kernels' take turns. Threads that busy-wait would slow the
-# others down, so these make them sleep. NumPy reads them when it is imported.
+# others down, so these make them sleep, g++'s after some 0.1 ms, since the next kernel often comes
+# sooner. NumPy reads them when it is imported.
 os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 import numpy as np
 
 # ---- Errors and files

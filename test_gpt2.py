@@ -24,7 +24,7 @@ import numpy as np
 
 from dev.common.bf16 import joined, to_bf16
 from dev.common.config import Config, read_parameters
-from dev.cpu.device import Cpu
+from dev.cpu.emulated import Emulated
 from dev.features.seams import GPT2
 from dev.gpt2_numpy import forward, mean_loss
 from dev.gpt2_numpy_backward import loss_and_gradients
@@ -139,7 +139,7 @@ def test_as_on(device_name, dtype, only=None):
             elif model not in devices:
                 flags = f"{os.environ.get('CXXFLAGS', '')} -D{gpu.upper()}"
                 with mock.patch.dict(os.environ, CXXFLAGS=flags):
-                    devices[model] = Cpu(dtype, config_of(*model), only=ATTENTION)
+                    devices[model] = Emulated(dtype, config_of(*model), only=ATTENTION)
             version = next(version for version in kernel.versions if version.trainer)
             verdict = Bench(kernel, devices[model], sizes).check(version, {})
             check(f"{name} {text} as on {gpu}:", verdict.place is None, verdict)
@@ -251,7 +251,8 @@ def forward_pass(device, C, NH):
 
 OTHERS = "files", "cpu", "gpu", "command_line"  # these files of dev/tests are tested, too
 # All tests of a dtype, on two cores, if no kernel is compiled yet. The rest takes a minute more.
-MINUTES = {"cpu": {"fp32": 1.5, "tf32": 1, "bf16": 2}, "cuda": dict.fromkeys(LIMITS, 2)}
+MINUTES = {"emulated": {"fp32": 1.5, "tf32": 1, "bf16": 2}, "cpu": dict.fromkeys(LIMITS, 0.3),
+           "cuda": dict.fromkeys(LIMITS, 2)}
 
 
 def say_how_long(flags):
@@ -290,7 +291,7 @@ def main():
     for name, dtype in each_device(flags):
         if not flags.state:
             check_kernels(name, dtype, KERNELS, COMPILED_FOR, flags.only)
-            if dtype == "bf16" or name == "cpu" and dtype in AS:
+            if dtype in AS and name != "cpu" and (name, dtype) != ("cuda", "fp32"):
                 test_as_on(name, dtype, flags.only)
         if kernels:
             continue

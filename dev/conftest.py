@@ -21,7 +21,8 @@ SPLIT = "test_programs", "test_llama3", "test_students"
 
 
 def pytest_addoption(parser):
-    parser.addoption("--device", choices=("cpu", "cuda"), help="default: the CPU, and a GPU if any")
+    parser.addoption("--device", choices=("emulated", "cuda"),
+                     help="default: kernels.cu emulated on the CPU, and a GPU if any")
     more = dict(kills=0, faults=3, checked=1, numbers=0, plant=-1, checkpoint="", state="")
     for name, default in more.items():
         parser.addoption(f"--{name}", type=type(default), default=default, help="see long tests")
@@ -36,7 +37,7 @@ def pytest_configure(config):
 def pytest_generate_tests(metafunc):
     if "device_name" in metafunc.fixturenames:
         chosen, fits = metafunc.config.option.device, getattr(metafunc.module, "runs_on", bool)
-        names = [chosen] if chosen else ["cpu", *["cuda"] * has_gpu()]
+        names = [chosen] if chosen else ["emulated", *["cuda"] * has_gpu()]
         metafunc.parametrize("device_name", [name for name in names if fits(name)])
 
 

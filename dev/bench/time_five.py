@@ -18,7 +18,7 @@ import numpy as np
 
 from dev.common.gpus import capability
 from dev.common.flags import parse_flags
-from dev.cpu.device import Cpu
+from dev.cpu.emulated import Emulated
 from dev.features.devices import device_class
 from dev.features.fused_biases import SOURCE as FUSED, SummedOutputs
 from dev.features.hopper.attention_five import (
@@ -136,7 +136,8 @@ def make(name, *defined, group=1, relu=0):
     if name == "cpu":
         only = {kernel for kernel in read_kernels([*c.SOURCES, *sources])
                 if kernel.startswith(("attention_b", "attention_f"))}
-        kind = type("Few", (Cpu,), dict(__init__=functools.partialmethod(Cpu.__init__, only=only)))
+        kind = type("Few", (Emulated,), dict(
+            __init__=functools.partialmethod(Emulated.__init__, only=only)))
     return type("Summed", (SummedOutputs, kind), {})("bf16", c, sources)
 
 

@@ -15,7 +15,7 @@ from dev.bench.time_five import check_hopper
 from dev.common.bf16 import to_bf16
 from dev.common.config import Config
 from dev.common.flags import parse_flags
-from dev.cpu.device import Cpu
+from dev.cpu.emulated import Emulated
 from dev.features.declare import stack
 from dev.features.devices import FastCuda
 from dev.features.hopper.gelu_products import (
@@ -50,7 +50,7 @@ def make(name):
     check_hopper(name, SOURCES[-1])
     config = Config(C=768, NH=12)
     if name == "cpu":
-        return Cpu("bf16", config, SOURCES, only=KERNELS)
+        return Emulated("bf16", config, SOURCES, only=KERNELS)
     return stack(FastCuda, [OwnGelu, TimedProducts])("bf16", config, SOURCES)
 
 

@@ -6,7 +6,7 @@ import os
 from typing import NamedTuple
 
 from dev.cpu import races
-from dev.cpu.device import Cpu
+from dev.cpu.emulated import Emulated
 
 KINDS = ("load", "store", "atomic", "copy")
 SECTOR, BANKS = 32, 32  # bytes; of 4 bytes each
@@ -79,7 +79,7 @@ class Traffic(NamedTuple):
         return sum(c.partial for c in self.counts) / (sum(c.requests for c in self.counts) or 1)
 
 
-class CountingCpu(Cpu):
+class CountingCpu(Emulated):
     """A Cpu whose launches can be counted. Its arrays begin on a sector, as a GPU's do."""
 
     def __init__(self, *args, **options):

@@ -1,8 +1,9 @@
 """Devices by name, for features, tools and tests: the trainer's GPU with more CUDA files than
-kernels.cu, and --device cpu and --graph 0, since train_gpt2.py only knows GPUs and graphs."""
+kernels.cu, and --device and --graph 0, since train_gpt2.py only knows GPUs and graphs."""
 import train_gpt2
 from dev.common.cuda_source import check_arrays
 from dev.cpu.device import Cpu
+from dev.cpu.emulated import Emulated
 from dev.features.declare import Feature, Flag, stack
 from prepro_tinyshakespeare import UserError
 
@@ -36,16 +37,21 @@ class FastCuda(Beside, train_gpt2.FastCuda):
     """train_gpt2.FastCuda with more files."""
 
 
+# The CPU's devices: kernels as loops; and kernels.cu itself, thread by thread
+ON_CPU = {"cpu": Cpu, "emulated": Emulated}
+
+
 def device_class(name, plain=False):
-    """The class of the device "cuda" or "cpu"; plain: without train_gpt2.py's section "Faster"."""
-    if name == "cpu":
-        return Cpu
+    """The class of the device "cuda", "cpu" or "emulated"; plain: without train_gpt2.py's section
+    "Faster"."""
+    if name != "cuda":
+        return ON_CPU[name]
     from dev.features.products import TimedProducts
     return Cuda if plain else stack(FastCuda, [TimedProducts])
 
 
 def make_device(name, dtype, c, plain=False, beside=()):
-    """A device; for the arguments see Cuda and Cpu."""
+    """A device; for the arguments see Cuda, Cpu and Emulated."""
     return device_class(name, plain)(dtype, c, beside)
 
 
@@ -69,8 +75,9 @@ class OnCpu:
 NO_GRAPH = Feature("no graph", lambda flags, ranks: not flags.graph, device=WithoutGraphs, flags=(
     Flag(None, "--graph", "switch", 1, "0: on a GPU, launch kernels one by one instead of as a "
          "graph", "the machine", after="--plain", may_differ=True),))
-CPU = Feature("cpu", lambda flags, ranks: flags.device == "cpu", training=OnCpu, flags=(
-    Flag(None, "--device", ("cpu", "cuda"), None, "where to compute (default: cuda if there is a "
-         "GPU)", "the machine", restored=False),
+CPU = Feature("cpu", lambda flags, ranks: flags.device in ON_CPU, training=OnCpu, flags=(
+    Flag(None, "--device", ("cuda", *ON_CPU), None, "where to compute (default: cuda if there is a "
+         "GPU, else cpu); emulated: kernels.cu itself on the CPU, slow", "the machine",
+         restored=False),
     Flag("-t", "--seq-len", "count", None, "T, tokens in a sequence (default: 1024 on a GPU, 64 on "
          "a CPU)", must_agree=True)))

@@ -78,4 +78,4 @@ FEATURE = Feature(
              "profiler; implies --graph 0", "how long, and what is shown", after="--hellaswag",
              replayed=False, may_differ=True),),
     refuses=lambda flags: ("--nvtx 1: is for a GPU's profiler: expected --device cuda"
-                           if flags.nvtx and flags.device == "cpu" else ""))
+                           if flags.nvtx and flags.device != "cuda" else ""))

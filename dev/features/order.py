@@ -14,7 +14,6 @@ import train_gpt2
 from dev.common import gpus
 from dev.common.flags import parse_flags
 from dev.common.gpus import has_gpu
-from dev.cpu.device import Cpu
 from dev.features import (
     devices, dry_run, ema, file_kinds, fit, fused_biases, hellaswag_score, label_smoothing,
     late_reports, moments, nvtx, outliers, overfit, peak, products, recompute, relu_attention,
@@ -97,12 +96,12 @@ def small(descriptor):
 def set_defaults(flags, table, kind):
     """Set flags that were not given. kind: the model's Config."""
     file, descriptor = kind.MODELS
-    on_cpu, given = flags.device == "cpu", flags.model or os.path.isfile(file) and file
+    on_cpu, given = flags.device in devices.ON_CPU, flags.model or os.path.isfile(file) and file
     defaults = {key_of(row): row[3] for row in table}
     defaults |= dict(model=given or (small(descriptor) if on_cpu else descriptor),
                      dtype=default_dtype(flags.device))
     if not given and (on_cpu or not flags.train_data):
-        defaults |= SCRATCH[flags.device]
+        defaults |= SCRATCH["cpu" if on_cpu else "cuda"]
     for name, value in defaults.items():
         if getattr(flags, name) is None:
             setattr(flags, name, value)
@@ -110,7 +109,7 @@ def set_defaults(flags, table, kind):
 
 def default_dtype(device):
     """A CPU is fast in fp32 only, and GPUs before 8.0 have nothing else."""
-    return "fp32" if device == "cpu" or 0 < gpus.capability() < 80 else "bf16"
+    return "fp32" if device in devices.ON_CPU or 0 < gpus.capability() < 80 else "bf16"
 
 
 def attach(flags, Training, Model, ranks=None, folder=None):
@@ -138,7 +137,7 @@ def attach(flags, Training, Model, ranks=None, folder=None):
     on_device = [layer.device if isinstance(layer.device, type | None) else layer.device(flags)
                  for layer in layers]
     plain = devices.Cuda if flags.plain else devices.FastCuda
-    Device = stack(Cpu if flags.device == "cpu" else plain, on_device)
+    Device = stack(devices.ON_CPU.get(flags.device, plain), on_device)
     own = dict(ranks=ranks, folder=folder, layers=layers, Device=Device)
     return (stack(Training, (layer.training for layer in layers), own),
             stack(Model, (layer.model for layer in layers), dict(ranks=ranks, flags=flags)))

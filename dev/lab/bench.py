@@ -192,25 +192,25 @@ class Bench:
             yield functools.partial(version.launch, self.device, every, self.ladder)
 
     def check(self, version, choice, in_orders=None, around=contextlib.nullcontext, loose=1):
-        """Launch a version on the first set, on a CPU in several orders, each within a context
+        """Launch a version on the first set, emulated in several orders, each within a context
         around(). Returns the worst Comparison. Raises AssertionError, with a message, if a version
         has a race, writes outside of an array, or changes an input. loose: a factor for limits that
         were set at other sizes; numbers that cancel may then be off relative to their row."""
         work, first, a = next(self.launches(version, choice)), {}, self.sets[0]
-        on_cpu = self.device.name == "cpu"
+        emulated = hasattr(self.device, "set_order")
         for memory in self.guarded.values():
             memory[...] = 255
         # A GPU's own order varies.
-        for order in in_orders or orders() if on_cpu else ("forward", "forward"):
+        for order in in_orders or orders() if emulated else ("forward", "forward"):
             self.fill(a, self.shapes)
             self.fill(self.scratch, vars(self.scratch))
-            if on_cpu:
+            if emulated:
                 self.device.set_order(order)
             try:
                 with around():
                     work()
             finally:
-                if on_cpu:
+                if emulated:
                     self.device.set_order("forward")
             if not (version.atomics or version.library):
                 self.compare_orders(a, first, order)

@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 
 from dev.common.gpus import STATIC
-from dev.cpu.device import HEADER, KERNELS
+from dev.cpu.emulated import HEADER, KERNELS
 from dev.lab.bench import GUARD
 from dev.lab.exercises import version_of
 from dev.lab.submission import signature
@@ -220,7 +220,7 @@ def compiler_lines(file, text, dtype):
 
 def warning_lines(file, text):
     """The compiler's warnings on a student's file, in pairs of lines, the first few: what, and
-    where. text: what the compiler said, Cpu.warnings."""
+    where. text: what the compiler said, Emulated.warnings."""
     here, lines = re.escape(str(file.path)), []
     for part in re.split(rf"(?=^{here}:\d+:(?:\d+:)? warning: )", text, flags=re.M)[1:]:
         number, what = re.match(rf"{here}:(\d+):(?:\d+:)? warning: (.*?)(?: \[-W[^\]]*\])?$", part,

@@ -33,7 +33,7 @@ import numpy as np
 from dev.common.cache import read_cache, write_cache
 from dev.common.nvrtc import has_nvrtc
 from dev.cpu import races
-from dev.cpu.device import Cpu, compiler_of
+from dev.cpu.emulated import Emulated, compiler_of
 from dev.lab import on_gpus
 from dev.lab.bench import GUARD, Bench
 from dev.lab.causes import describe_wrong, facts_of, wrong_number
@@ -291,7 +291,7 @@ class Reference:
     def __init__(self, ladder):
         self.exercise, self.ladder = EXERCISES[ladder.name], ladder._replace(compiled_for="")
         with contextlib.redirect_stdout(None):
-            self.device = Cpu("fp32", MODEL, sources_of([ladder.name]), {self.exercise.like})
+            self.device = Emulated("fp32", MODEL, sources_of([ladder.name]), {self.exercise.like})
 
     def work(self, sizes):
         """The races.Work of a launch at these sizes; None if it does not fit them."""
@@ -398,7 +398,7 @@ PATIENCE = 0.5
 def build(paths, dtype, only):
     """The CPU with these students' kernels. Raises UserError."""
     with contextlib.redirect_stdout(None):
-        return Cpu(dtype, MODEL, [LAB / "tiles.cu", *paths], only, paths)
+        return Emulated(dtype, MODEL, [LAB / "tiles.cu", *paths], only, paths)
 
 
 @contextlib.contextmanager

@@ -79,8 +79,8 @@ def device_of(name, dtype, C, NH, group, relu, compiled):
     files, c = sources_of(compiled), config_of(C, NH, group, relu)
     if name == "cuda":
         return make_device(name, dtype, c, beside=files)
-    from dev.cpu.device import Cpu
-    return Cpu(dtype, c, files, only=launched_by(compiled, read_kernels([*c.SOURCES, *files])))
+    from dev.cpu.emulated import Emulated
+    return Emulated(dtype, c, files, only=launched_by(compiled, read_kernels([*c.SOURCES, *files])))
 
 
 def shapes_of(ladder, task):

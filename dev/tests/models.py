@@ -49,13 +49,13 @@ made = {}  # {arguments of device_of: [(the device's kernels, or None for all, t
 
 
 def device_of(name, dtype, C, NH, plain=True, architecture=GPT2, only=None, group=None, relu=0):
-    """A device for an architecture, compiled once. plain makes no difference on a CPU. only: the
-    kernels to compile (default: all). group, relu: attention's switches, as in Compiled; without a
-    group, SMALL_MODEL's."""
-    only = set(only) if only and name == "cpu" else None
+    """A device for an architecture, made once. plain makes no difference on a CPU. only: the
+    kernels to compile (default: all), if they are emulated. group, relu: attention's switches, as
+    in Compiled; without a group, SMALL_MODEL's."""
+    only = set(only) if only and name == "emulated" else None
     small = SMALL_MODEL.get(architecture, {})
     group = group or small.get("NH", 1) // small.get("NKV", small.get("NH", 1))
-    arguments = name, dtype, C, NH, plain or name == "cpu", architecture, None, group, relu
+    arguments = name, dtype, C, NH, plain or name != "cuda", architecture, None, group, relu
     devices = made.setdefault(arguments, [])
     for kernels, device in devices:
         if kernels is None or only and only <= kernels:
@@ -89,7 +89,7 @@ launched = set()  # the names of the kernels that tests have launched
 
 def fits(device_name, C=0, HS=0, **other):
     """Whether rows and heads fit into a block's shared memory: before 8.0 that is 64 KB."""
-    return device_name == "cpu" or capability() >= 80 or C <= 4096 and HS <= 64
+    return device_name != "cuda" or capability() >= 80 or C <= 4096 and HS <= 64
 
 
 def check_kernels(device_name, dtype, names, models, only=None, architecture=GPT2):
@@ -118,7 +118,7 @@ def check_kernels(device_name, dtype, names, models, only=None, architecture=GPT
         return device_of(device_name, dtype, model.C, model.NH, architecture=architecture,
                          only=needed, group=model.group, relu=model.relu)
 
-    if device_name == "cpu":  # each compiler takes a core
+    if device_name != "cuda":  # each compiler takes a core
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(device_for, named))
     for kernel, version, sizes, model in wanted:
@@ -309,8 +309,8 @@ def check_dump(where, checkpoint, state, kind=None, fp32_bound=1e-2):
 
 FIXTURES = HERE / "dev/fixtures"
 FLAGS = [  # name, form, what it is
-    ("--device", {"choices": ("cpu", "cuda")},
-     "only on this one (default: the CPU, and a GPU if there is one)"),
+    ("--device", {"choices": ("emulated", "cpu", "cuda")},
+     "only on this one: kernels.cu itself on the CPU, its loops there, a GPU (default: all)"),
     ("--dtype", {"choices": tuple(LIMITS)}, "only with this one (default: all)"),
     ("--plain", {"type": int, "choices": (0, 1)},
      "on a GPU, only the plain device (1) or the fast one (0; default: both)"),
@@ -343,8 +343,9 @@ def dtypes_of(device_name):
 def places_of(flags):
     """Each combination of (device's name, dtype) that the flags ask for."""
     return [(name, dtype)
-            for name in ([flags.device] if flags.device else ["cpu", "cuda"] if has_gpu() else
-                         ["cpu"]) for dtype in ([flags.dtype] if flags.dtype else dtypes_of(name))]
+            for name in ([flags.device] if flags.device else
+                         ["emulated", "cpu", *["cuda"] * has_gpu()])
+            for dtype in ([flags.dtype] if flags.dtype else dtypes_of(name))]
 
 
 def each_device(flags):
@@ -371,10 +372,11 @@ def on_device(device, values):
 
 
 def in_each_order(device, work, *args):
-    """Yield (order, work(*args)). On a CPU the threads run in several orders, one after another."""
-    for order in orders() if device.name == "cpu" else ("forward",):
-        if device.name == "cpu":
+    """Yield (order, work(*args)). Emulated threads run in several orders, one after another."""
+    emulated = hasattr(device, "set_order")
+    for order in orders() if emulated else ("forward",):
+        if emulated:
             device.set_order(order)
         yield order, work(*args)
-    if device.name == "cpu":
+    if emulated:
         device.set_order("forward")

@@ -119,7 +119,7 @@ def check_kernel(name, dtype, trainer_only):
         sizes = parse_sizes(text)
         if AS_HOPPER in os.environ.get("CXXFLAGS", "") and sizes.get("HS") not in range(64, 129, 8):
             continue  # as everywhere
-        device = device_of("cpu", dtype, *model_of(ladder, sizes), (name,))
+        device = device_of("emulated", dtype, *model_of(ladder, sizes), (name,))
         bench = Bench(ladder, device, sizes)
         for version in versions:
             for choice in version.choices(device, few=True) if bench.fits(version) else ():
@@ -165,7 +165,7 @@ class Copy:
             "test_fused_biases" if kernel in FUSED_TESTS else None)
         if test:
             command = [sys.executable, "-m", "pytest", f"dev/tests/{test}.py::test_{kernel}",
-                       "--device", "cpu"]
+                       "--device", "emulated"]
         try:
             done = subprocess.run(command, env=environment, cwd=self.top, capture_output=True,
                                   text=True, timeout=seconds)

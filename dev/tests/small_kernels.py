@@ -5,7 +5,7 @@ import numpy as np
 
 from dev.common.config import Config
 from dev.common.student_text import for_gpu
-from dev.cpu.device import Cpu
+from dev.cpu.emulated import Emulated
 from dev.features.devices import make_device
 
 HEAD = """#define BLOCK(threads, ...)
@@ -34,10 +34,10 @@ INCLUDES = "\n".join(
 def built(device_name, folder, text):
     """A device with the kernels of a student's text."""
     path = folder / "words.cu"
-    path.write_text(text if device_name == "cpu" else for_gpu(text))
+    path.write_text(text if device_name != "cuda" else for_gpu(text))
     kernels = type("Kernels", (Config,), dict(SOURCES=(path,)))()
-    if device_name == "cpu":
-        return Cpu("fp32", kernels, students=[path])
+    if device_name != "cuda":
+        return Emulated("fp32", kernels, students=[path])
     return make_device(device_name, "fp32", kernels, plain=True)
 
 

@@ -333,5 +333,5 @@ def check_steps(device_name, dtype, plain, architecture=GPT2):
         if not fits(device_name, HS=C // NH):
             continue
         device = device_of(device_name, dtype, C, NH,
-                           only=ATTENTION if device_name == "cpu" and C > 64 else None)
+                           only=ATTENTION if device_name != "cuda" and C > 64 else None)
         run(f"{dtype} attention, HS={C // NH},", attention_of_nan, device, T, C // NH)

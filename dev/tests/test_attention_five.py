@@ -66,7 +66,7 @@ PLANTED = (  # (what is wrong, a place in attention_five.cu, the same with a fau
 
 
 def runs_on(device_name):
-    return device_name == "cpu" or capability() == 90
+    return device_name != "cuda" or capability() == 90
 
 
 def test_results(device_name):
@@ -213,4 +213,4 @@ def plant(i):
           mock.patch.object(time_five, "SOURCES", (
               attention_five.SOURCES[0], Path(folder) / "attention_five.cu"))):
         time_five.SOURCES[1].write_text(text.replace(right, wrong) if right else text, "utf-8")
-        return 0 if all(checked("cpu", text, "AT_ONCE=4")[0] for text in sizes) else NOTICED
+        return 0 if all(checked("emulated", text, "AT_ONCE=4")[0] for text in sizes) else NOTICED

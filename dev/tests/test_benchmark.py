@@ -13,7 +13,7 @@ from dev.bench.benchmark_tables import FASTER, faster_table, kernel_table, repor
 from dev.bench.step_by_kernel import (Recorder, Recording, by_label, read_table, recorded_steps,
                                       work_of_step)
 from dev.common.config import Config
-from dev.cpu.device import Cpu
+from dev.cpu.emulated import Emulated
 from dev.features.seams import GPT2, Training
 from dev.tests.checks import EXACT, check, check_refusal, fast
 from dev.tests.models import FIXTURES
@@ -200,7 +200,7 @@ def test_llmc(folder):
 def test_work_of_a_step():
     """FLOPs and bytes of a step of the fixture's model, against formulas."""
     c, (B, T) = Config.from_file(FIXTURES / "gpt2_tiny.bin"), (2, 16)
-    model = GPT2(c, type("Cpu", (Recording, Cpu), {})("fp32", c), B, T)
+    model = GPT2(c, type("Cpu", (Recording, Emulated), {})("fp32", c), B, T)
     tokens = np.arange(B * T, dtype=np.int32).reshape(B, T) % 7
     Recording.steps.clear()
     model.train_step(pack_batch(tokens, tokens))

@@ -89,7 +89,7 @@ def test_fixture(folder):
     check("the fixture's checkpoint", path.read_bytes() == expected_checkpoint(
         tensors, np.float32, (40, 211, 3, 2, 32)), path.stat().st_size)
     c, truth = Config.from_file(path), np.load(LOGITS)
-    model = GPT2(c, device_of("cpu", "fp32", c.C, c.NH), *truth["tokens"].shape)
+    model = GPT2(c, device_of("emulated", "fp32", c.C, c.NH), *truth["tokens"].shape)
     model.set_parameters(read_parameters(path, c))
     model.forward(truth["tokens"], truth["tokens"])
     found = model.device.get(model.acts.logits)[:, : c.V].reshape(truth["logits"].shape)

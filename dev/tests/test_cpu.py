@@ -52,12 +52,12 @@ def test_kernel_files(device_name, folder):
     check_refusal("kernel", "2 arguments", device.launch, "fill", 40, out, 3)
     check_refusal("kernel", "4 arguments", device.launch, "fill", 40, out, 3, 40, 5)
     # A copy shares the library, except with -g, since a debugger shows the source's path.
-    if device_name == "cpu":
+    if device_name != "cuda":
         (folder / "copy").mkdir()
         copied = shutil.copy(path, folder / "copy")
         for flag, wish in (("-O1", 1), ("-O1 -g1", 2)):
             with mock.patch.dict("os.environ", CXXFLAGS=flag), contextlib.redirect_stdout(None):
-                found = {make_device("cpu", "fp32", type("One", (Config,), dict(
+                found = {make_device("emulated", "fp32", type("One", (Config,), dict(
                     SOURCES=(file,)))()).library._name for file in (path, Path(copied))}
             check(f"a copy of the kernels, {flag}: libraries", len(found) == wish, len(found))
     path.write_text(KERNEL_FILE.replace("float value", "double value"))
@@ -79,7 +79,7 @@ from prepro_tinyshakespeare import run_main
 
 def main():
     one = type("One", (Config,), dict(SOURCES=(Path(sys.argv[1]),)))
-    device = make_device("cpu", "fp32", one())
+    device = make_device("emulated", "fp32", one())
     out = np.zeros(40, np.float32)
     device.launch("fill", 40, out, 3, 40)
     print("sum", int(out.sum()))
@@ -208,13 +208,13 @@ def cpu_of(folder, text, dtype="fp32", **sizes):
 
     with contextlib.redirect_stdout(None), mock.patch.dict("os.environ", CXXFLAGS="-O1",
                                                            XDG_CACHE_HOME=str(folder)):
-        return make_device("cpu", dtype, Other(**sizes), plain=True)
+        return make_device("emulated", dtype, Other(**sizes), plain=True)
 
 
 def test_orders(device_name, folder):
     """In which order threads run, when copies arrive, and that each block's shared memory starts as
     NaN."""
-    if device_name != "cpu":
+    if device_name == "cuda":
         return
     device = cpu_of(folder, ORDER_FILE)
 
@@ -282,7 +282,7 @@ def test_races(device_name, folder):
     """If a barrier or a wait is cut from a copy of kernels.cu (with a feature's kernels behind it),
     the check notices, and names the array and an element. Without a wait the array is NaN in every
     order."""
-    if device_name != "cpu":
+    if device_name == "cuda":
         return
     sources = [*Config.SOURCES, OUTLIERS]
     text = "".join(path.read_text(encoding="utf-8") for path in sources)

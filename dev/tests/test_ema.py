@@ -26,7 +26,7 @@ CONFIG = Config(maxT=23, V=251, L=2, NH=2, C=64, Vp=263)
 
 
 def averaged_model(dtype, decay):
-    device = make_device("cpu", dtype, CONFIG, beside=[SOURCE, OUTLIERS])
+    device = make_device("emulated", dtype, CONFIG, beside=[SOURCE, OUTLIERS])
     model = model_class(GPT2, "--ema", f"{decay}", "-sl", "3")(CONFIG, device, 3, 17)
     model.set_parameters(draw_parameters(CONFIG, 1))
     model.begin_average()

@@ -6,7 +6,7 @@ import os
 from unittest import mock
 
 from dev.cpu import races
-from dev.cpu.device import Cpu, compiler_of
+from dev.cpu.emulated import Emulated, compiler_of
 from dev.features.devices import device_class
 from dev.features.fused_biases import SOURCE, SummedOutputs
 from dev.common.gpus import capability
@@ -75,9 +75,9 @@ LADDERS = dict(
 @functools.cache
 def device_for(device_name, dtype, flags, model):
     kind = device_class(device_name)
-    if device_name == "cpu":
-        kind = type("Few", (Cpu,),
-                    dict(__init__=functools.partialmethod(Cpu.__init__, only=KERNELS)))
+    if device_name != "cuda":
+        kind = type("Few", (Emulated,),
+                    dict(__init__=functools.partialmethod(Emulated.__init__, only=KERNELS)))
     with (mock.patch.dict(os.environ, CXXFLAGS=f"{os.environ.get('CXXFLAGS', '')} {flags}"),
           contextlib.redirect_stdout(None)):
         return type("Summed", (SummedOutputs, kind), {})(dtype, config_of(*model), [SOURCE])
@@ -99,7 +99,7 @@ def checked(device_name, dtype, ladder, run, texts, flags="", where=""):
 
 
 def dtypes_of(device_name):
-    return DTYPES if device_name == "cpu" or capability() >= 80 else DTYPES[:1]
+    return DTYPES if device_name != "cuda" or capability() >= 80 else DTYPES[:1]
 
 
 def test_attention(device_name):
@@ -109,9 +109,10 @@ def test_attention(device_name):
     for dtype in dtypes_of(device_name):
         checked(device_name, dtype, ATTENTION_LADDER, run,
                 texts if dtype != "tf32" else ATTENTION_LADDER.checks)
-    if device_name == "cpu":
-        checked("cpu", "bf16", ATTENTION_LADDER, run, HEADS_OF_HOPPER, "-DHOPPER", " as on Hopper")
-        checked("cpu", "fp32", ATTENTION_LADDER, run, ("B=1,T=70,NH=2,HS=64",), "-DTURING",
+    if device_name != "cuda":
+        checked("emulated", "bf16", ATTENTION_LADDER, run, HEADS_OF_HOPPER, "-DHOPPER",
+                " as on Hopper")
+        checked("emulated", "fp32", ATTENTION_LADDER, run, ("B=1,T=70,NH=2,HS=64",), "-DTURING",
                 " as on Turing")
 
 
@@ -128,5 +129,5 @@ def test_no_races():
     [run] = ATTENTION_LADDER.versions
     if races.finds_races(compiler_of()):
         for HS in (64, 80, 128):
-            checked("cpu", "bf16", ATTENTION_LADDER, run, (f"B=1,T=150,NH=2,HS={HS}",),
+            checked("emulated", "bf16", ATTENTION_LADDER, run, (f"B=1,T=150,NH=2,HS={HS}",),
                     f"-O1 {races.FLAG} -DHOPPER", " races")

@@ -17,7 +17,7 @@ from dev.common.flags import parse_flags
 from dev.common.gpus import GPUS, blocks_that_fit
 from dev.common.nvrtc import has_nvrtc
 from dev.cpu import races
-from dev.cpu.device import Cpu
+from dev.cpu.emulated import Emulated
 from dev.features import order as features
 from dev.features.fused_biases import SOURCE as FUSED, with_summed_outputs
 from dev.features.hopper import attention_five, gelu_products
@@ -73,12 +73,12 @@ def faults(pytestconfig):
 def small_device(sources=gelu_products.SOURCES, flags="-O1 -DHOPPER"):
     """A CPU with the kernels alone, as on Hopper."""
     with mock.patch.dict(os.environ, CXXFLAGS=flags), contextlib.redirect_stdout(None):
-        return Cpu("bf16", Config(C=768, NH=12), sources, only=time_gelu.KERNELS)
+        return Emulated("bf16", Config(C=768, NH=12), sources, only=time_gelu.KERNELS)
 
 
 def device_for(device_name):
     """The device, or None if its GPU is no Hopper."""
-    if device_name == "cpu":
+    if device_name != "cuda":
         return small_device()
     device = with_own_gelu(time_gelu.FastCuda)("bf16", Config(C=768, NH=12), gelu_products.SOURCES)
     if not device.hopper:
@@ -188,10 +188,11 @@ def test_training():
     c = Config(maxT=96, V=257, Vp=384, L=2, NH=2, C=128)
     flags = dict(CXXFLAGS="-O1 -DHOPPER")
     with mock.patch.dict(os.environ, flags), contextlib.redirect_stdout(None):
-        own = with_summed_outputs(with_own_gelu(Cpu))("bf16", c, (*gelu_products.SOURCES, FUSED))
+        own = with_summed_outputs(with_own_gelu(Emulated))(
+            "bf16", c, (*gelu_products.SOURCES, FUSED))
     model = class_on_gpu(GPT2)
     with mock.patch.dict(os.environ, flags), contextlib.redirect_stdout(None):
-        models = [GPT2(c, Cpu("bf16", c, gelu_products.SOURCES), 2, 96), model(c, own, 2, 96)]
+        models = [GPT2(c, Emulated("bf16", c, gelu_products.SOURCES), 2, 96), model(c, own, 2, 96)]
     rng = np.random.default_rng(1)
     batches = [(rng.integers(257, size=(2, 96)), rng.integers(257, size=(2, 96))) for _ in "12"]
     launched, launch = [], own.launch
@@ -241,10 +242,11 @@ def test_any_model():
         for plain in (True, False):
             with mock.patch.dict(os.environ,
                                  CXXFLAGS="-O1 -DHOPPER"), contextlib.redirect_stdout(None):
-                kind = Cpu if plain or Model is Llama3 else with_summed_outputs(with_own_gelu(Cpu))
+                kind = (Emulated if plain or Model is Llama3 else
+                        with_summed_outputs(with_own_gelu(Emulated)))
                 again_too = RECOMPUTE_LLAMA if Model is Llama3 else RECOMPUTE
                 device = kind("bf16", c, (*gelu_products.SOURCES,
-                                          FUSED if kind is not Cpu else again_too, again_too))
+                                          FUSED if kind is not Emulated else again_too, again_too))
             device.launch = noting(device.launch, launched)
             model = (model_class if plain else class_on_gpu)(Model, *again)(c, device, 1, 64)
             model.set_parameters(draw_parameters(c, 1))
@@ -277,7 +279,7 @@ def test_compiled():
 
 def test_beside_library(device_name):
     """On a Hopper GPU: close to cuBLASLt's results at a real shape, and the same bits ten times."""
-    if device_name == "cpu":
+    if device_name != "cuda":
         return
     device = device_for(device_name)
     for M, C in ((4096, 768), (8192, 1600)) if device else ():

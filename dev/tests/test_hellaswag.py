@@ -158,7 +158,7 @@ def agrees(name, model, examples, truth):
 
 def small_models(architecture, dtype):
     """Batches of any size; rows in one batch or several; T a multiple of 128 or not."""
-    device = device_of("cpu", dtype, *DEVICE_SIZES[architecture], architecture=architecture,
+    device = device_of("emulated", dtype, *DEVICE_SIZES[architecture], architecture=architecture,
                        group=2 if architecture is Llama3 else 1)
     long = [(100, (1, 27, 28, 60)), (3, (200, 2, 3, 4))]  # of 101 to 203 tokens
     for T, lengths, sizes in {
@@ -177,7 +177,7 @@ def pytorch_logits(stem, architecture):
     path = FIXTURES / f"{stem}.bin"
     c = architecture.Config.from_file(path)
     truth = read_debug_state(FIXTURES / f"{stem}_debug_state.bin", c)
-    device = make_device("cpu", "fp32", c)
+    device = make_device("emulated", "fp32", c)
     model = architecture(c, device, 4, 40)
     model.set_parameters(read_parameters(path, c))
     B, T = truth.x.shape
@@ -293,7 +293,7 @@ def test_command_line(folder):
         c = architecture.Config.from_file(path)
         examples = random_examples(c.V, 2 * LENGTHS + longer)
         (folder / "hellaswag.bin").write_bytes(file_of(examples))
-        model = architecture(c, make_device("cpu", "fp32", c), 1, T)
+        model = architecture(c, make_device("emulated", "fp32", c), 1, T)
         model.set_parameters(read_parameters(path, c))
         right = sum(int(np.argmin(row)) == example.label
                     for row, example in zip(counted(model, examples), examples))

@@ -8,7 +8,7 @@ import pytest
 
 from dev.common.config import Config
 from dev.cpu import races
-from dev.cpu.device import Cpu, compiler_of
+from dev.cpu.emulated import Emulated, compiler_of
 from dev.lab.bench import Bench
 from dev.lab.ladder import find_ladder, parse_sizes
 from dev.tests.checks import check, refusal
@@ -29,7 +29,7 @@ def checks(HS, names, only, Model=Config):
     """Yields (name, a function that compares the trainer's version of a kernel with NumPy and looks
     for races)."""
     with mock.patch.dict(os.environ, CXXFLAGS=f"-O1 {races.FLAG} -DHOPPER"):
-        device = Cpu("bf16", Model(C=2 * HS, NH=2), only=only)
+        device = Emulated("bf16", Model(C=2 * HS, NH=2), only=only)
     for name in names:
         ladder = find_ladder(name)
         version = next(version for version in ladder.versions if version.trainer)

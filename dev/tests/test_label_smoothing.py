@@ -7,7 +7,7 @@ import numpy as np
 
 from dev.common.bf16 import to_bf16
 from dev.common.config import Config, draw_parameters
-from dev.cpu.device import Cpu
+from dev.cpu.emulated import Emulated
 from dev.features.devices import make_device
 from dev.features.label_smoothing import SOURCE
 from dev.features.seams import GPT2
@@ -26,8 +26,8 @@ SIZES = dict(maxT=1024, V=259, L=1, NH=1, C=64, Vp=320)
 def device_for(name, dtype):
     """A device; on a CPU in bf16 with the one kernel that is tested in it, which compiles
     faster."""
-    if (name, dtype) == ("cpu", "bf16"):
-        return Cpu(dtype, Config(**SIZES), [SOURCE], only=("smoothed_classifier",))
+    if (name, dtype) == ("emulated", "bf16"):
+        return Emulated(dtype, Config(**SIZES), [SOURCE], only=("smoothed_classifier",))
     return make_device(name, dtype, Config(**SIZES), beside=[SOURCE])
 
 

@@ -15,7 +15,7 @@ from dev.bench.launches import Launch, faults_of_launches, launches_of, most_ten
 from dev.common.config import Config
 from dev.common.gpus import GPUS, blocks_that_fit
 from dev.common.nvrtc import NotCompiled, Used, compile_cuda, has_nvrtc
-from dev.cpu.device import Cpu
+from dev.cpu.emulated import Emulated
 from dev.features.fp8.fp8 import SOURCE as FP8
 from dev.features.fused_biases import OUTPUT, SOURCE, FusedBiases, output_switches
 from dev.features.ranks.zero import share_of
@@ -172,8 +172,8 @@ def test_wide_heads(device_name):
     """Attention with heads of 256 channels, whose tiles fill a block's shared memory on an RTX
     3060, is right."""
     only = {"attention_forward", "attention_backward_q", "attention_backward_kv", "add_partials"}
-    device = (Cpu("bf16", Config(C=512, NH=2), only=only)
-              if device_name == "cpu" else device_of("cuda", "bf16", 512, 2))
+    device = (Emulated("bf16", Config(C=512, NH=2), only=only)
+              if device_name != "cuda" else device_of("cuda", "bf16", 512, 2))
     for name in ("attention_forward", "attention_backward"):
         ladder = find_ladder(name)
         [version] = (version for version in ladder.versions if version.trainer)

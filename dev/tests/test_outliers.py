@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from dev.common.config import Config
-from dev.cpu.device import Cpu
+from dev.cpu.emulated import Emulated
 from dev.features.devices import make_device
 from dev.features.outliers import SOURCE, WINDOW
 from dev.features.seams import GPT2
@@ -33,8 +33,8 @@ def test_z_scores(device_name):
     """In a series of losses with one outlier, the z-scores are those that llm.c prints, also when
     they are read some steps later, and only the outlier's update is skipped. The same with
     norms."""
-    device = (Cpu("fp32", SMALL, [SOURCE], only=("judge", "skip_outliers"))
-              if device_name == "cpu" else make_device("cuda", "fp32", SMALL, beside=[SOURCE]))
+    device = (Emulated("fp32", SMALL, [SOURCE], only=("judge", "skip_outliers"))
+              if device_name != "cuda" else make_device("cuda", "fp32", SMALL, beside=[SOURCE]))
     for limits, loss_first in ((("-sl", "11"), True), (("-sg", "11"), False)):
         model = model_class(GPT2, *limits)(SMALL, device, 1, 8)
         found, updates = [], []

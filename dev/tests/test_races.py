@@ -13,7 +13,7 @@ import pytest
 
 from dev.common.config import Config
 from dev.cpu import races
-from dev.cpu.device import Cpu, compiler_of
+from dev.cpu.emulated import Emulated, compiler_of
 from dev.features.devices import make_device
 from dev.features.fp8.fp8 import SOURCE as FP8, with_fp8
 from dev.lab import grade, workers
@@ -369,7 +369,7 @@ def test_small_kernels(folder):
     class Kernels(Config):
         SOURCES = (path,)
 
-    device = make_device("cpu", "fp32", Kernels(), plain=True)
+    device = make_device("emulated", "fp32", Kernels(), plain=True)
     for order in ("forward", "reverse", 1):
         device.set_order(order)
         for number, (name, wish, _) in enumerate(SMALL):
@@ -499,7 +499,7 @@ def test_barriers(folder):
         sizes = parse_sizes(SIZES[barrier]) if barrier in SIZES else workers.shape_for_races(ladder)
         key = (dtype, *model_of(ladder, sizes))
         with mock.patch.dict(os.environ, CXXFLAGS=FLAGS + flag):
-            device = workers.device_of("cpu", *key, task.compiled.get(key, (mutant.kernel,)))
+            device = workers.device_of("emulated", *key, task.compiled.get(key, (mutant.kernel,)))
         found = without_barrier(device, ladder, sizes, mutant)
         check(f"{Path(mutant.file).name}, {barrier[0]}, barrier {barrier[1]}", found, found)
 
@@ -516,9 +516,10 @@ extern "C" __global__ void twice(float* out, const float* inp) {
 def test_barriers_of_others(folder):
     """The same for two that no kernel of the lab comes by."""
     (folder / "twice.cu").write_text(TWICE)
-    twice = Cpu("fp32", Config(C=64, NH=1), [folder / "twice.cu"], {"twice"})
+    twice = Emulated("fp32", Config(C=64, NH=1), [folder / "twice.cu"], {"twice"})
     only = {"transpose_fp8", "gelu_backward_to_fp8"}
-    few = type("Few", (Cpu,), dict(__init__=functools.partialmethod(Cpu.__init__, only=only)))
+    few = type("Few", (Emulated,), dict(
+        __init__=functools.partialmethod(Emulated.__init__, only=only)))
     in_fp8 = with_fp8(few)("fp8", Config(C=64, NH=1), (FP8,))
     numbers = np.ones((2, 64), np.float32)
     twins, weights, scales = (np.zeros((2, 64, 64), np.uint8), np.zeros((64, 64), BF16),

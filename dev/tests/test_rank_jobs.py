@@ -81,7 +81,7 @@ def test_refusals(device_name, folder):
             *[("several ranks on CPUs need MPI, which is not there",
                "sys.modules['mpi4py'] = None"),
               ("--gpus 3: Open MPI has started 2 ranks: expected no", "", "--gpus",
-               3)] * (device_name == "cpu")):
+               3)] * (device_name != "cuda")):
         output = folder / "out" / secrets.token_hex(4)
         text = train(device_name, 2, folder, output, *SMALL, *flags, trainer=wrapped(folder, early),
                      status=1)
@@ -96,7 +96,7 @@ def test_refusals(device_name, folder):
              (1,), 2),
             *[("MPI has made this rank 0 of 1, and the launcher rank 0 of 2: on CPUs", (0, 1), 2),
               ("--gpus 2: there is no GPU, or --device cpu", (0,), 1, "--gpus",
-               2)] * (device_name == "cpu")):
+               2)] * (device_name != "cuda")):
         since = time.monotonic()
         jobs = by_hand(device_name, folder, folder / "hand", ranks, count, *flags)
         text = "".join([end(job, 1, "no job") for job in jobs])
@@ -107,7 +107,7 @@ def test_refusals(device_name, folder):
 def test_threads(device_name, folder):
     """NumPy has no more threads on a rank than its share of the cores, though it was imported
     before anybody knew of ranks. The process stays the same one, which the launcher knows."""
-    if device_name != "cpu":
+    if device_name == "cuda":
         return
     program = wrapped(folder, early="""
 if "FIRST" not in os.environ:
@@ -133,7 +133,7 @@ dev.features.ranks.launch.Meeting = meeting
 
 def test_lost_ranks(device_name, folder):
     """A rank that is killed, stopped, raises or hangs ends its job. A line says who and why."""
-    host, connect = socket.gethostname(), "Mpi" if device_name == "cpu" else "Nccl"
+    host, connect = socket.gethostname(), "Mpi" if device_name != "cuda" else "Nccl"
     gone = ", is gone: it was killed, or crashed"
     late = (r"(, has given no sign of life| has not come to the next step, where others have "
             r"waited) for \d s")

@@ -23,7 +23,7 @@ import pytest
 from dev.common.bf16 import master_numbers, to_bf16
 from dev.common.config import Config, read_parameters
 from dev.common.flags import parse_flags
-from dev.cpu.device import Cpu
+from dev.cpu.emulated import Emulated
 from dev.features import order
 from dev.features.checkpoints.resume import load_state
 from dev.features.checkpoints.state_file import state_parts
@@ -188,8 +188,8 @@ def test_outlier(device_name, folder):
 def test_casts(device_name):
     """Gradients are rounded to bf16 and read back as NumPy does it, from any place in memory on."""
     c = Config(maxT=8, V=11, L=1, NH=2, C=64, Vp=32)
-    on_cpu = device_name == "cpu"
-    device = (Cpu("fp32", c, [SUMS], only=CASTS)
+    on_cpu = device_name != "cuda"
+    device = (Emulated("fp32", c, [SUMS], only=CASTS)
               if on_cpu else make_device("cuda", "fp32", c, beside=[SUMS]))
     bits = np.random.default_rng(2).integers(2**32, size=1037, dtype=np.uint32)
     # Ties, and what is next to one.

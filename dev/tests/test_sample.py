@@ -95,7 +95,7 @@ def test_formula():
 def test_as_the_trainer():
     """With llm.c's coins, default settings and an empty text, the tokens are those of the trainer's
     own samples. Greedy tokens are those with the largest logits in a forward pass."""
-    model = poisoned_model(device_of("cpu", "fp32", 64, 2), 1, 20)
+    model = poisoned_model(device_of("emulated", "fp32", 64, 2), 1, 20)
     tokens = list(generate(model, [256], 40, 1.0, 0, coins()))
     yield "the trainer's tokens", np.array(tokens), np.array(trainers_sample(model, 40)), EXACT
     found, pieces = list(generate(model, [256], 40, 0, 0, coins())), []

@@ -45,20 +45,20 @@ def test_formulas(test):
 
 @pytest.fixture
 def device():
-    return models.device_of("cpu", DTYPE, C, NH)
+    return models.device_of("emulated", DTYPE, C, NH)
 
 
 @fast
 def test_kernels(device):
     """The kernels that do not depend on the model's sizes, and so are in every compiled library."""
     names = [name for name in test_gpt2.KERNELS if not find_ladder(name).compiled_for]
-    models.check_kernels("cpu", DTYPE, names, ((C, NH),))
+    models.check_kernels("emulated", DTYPE, names, ((C, NH),))
 
 
 @fast
 def test_pytorch_dump(device):
     """Logits, loss, gradients and ten losses of the fixture, against PyTorch's."""
-    where = "cpu", DTYPE, True, GPT2
+    where = "emulated", DTYPE, True, GPT2
     models.check_dump(where, TINY, FIXTURES / "gpt2_tiny_debug_state.bin", fp32_bound=1e-5)
 
 

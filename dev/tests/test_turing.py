@@ -14,7 +14,7 @@ import pytest
 
 from dev.common.config import Config
 from dev.common.nvrtc import has_nvrtc
-from dev.cpu.device import Cpu
+from dev.cpu.emulated import Emulated
 from dev.common import gpus
 from dev.features import order
 from dev.features.devices import Cuda, make_device
@@ -55,7 +55,7 @@ def test_products(device_name, folder):
     else:
         for name, flags in (("the CPU's", "-O1"), ("Turing's", "-O1 -DTURING")):
             with mock.patch.dict(os.environ, CXXFLAGS=flags), contextlib.redirect_stdout(None):
-                devices[name] = Cpu("fp32", Config(), [path], only=["products"])
+                devices[name] = Emulated("fp32", Config(), [path], only=["products"])
     drawn = [checks.normal(*shape) for shape in ((16, 8), (16, 8), (16, 16), (16, 16))]
     whole = [np.rint(4 * x) for x in drawn]  # their sums are exact
     for name, device in devices.items():

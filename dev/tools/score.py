@@ -7,7 +7,7 @@ import sys
 from dev.common.config import read_parameters
 from dev.common.flags import parse_flags
 from dev.data.vocabulary import vocabulary_of_checkpoint
-from dev.features.devices import make_device
+from dev.features.devices import ON_CPU, make_device
 from dev.features.file_kinds import checked_header
 from dev.features.fit import Fitting
 from dev.features.hellaswag_score import (PADDING, check_vocabulary, count_right,
@@ -23,7 +23,8 @@ FLAGS = [
     (None, "--data", str, "data/hellaswag/hellaswag_val.bin", "the examples"),
     ("-b", "--batch-size", "count", 16, "B, rows in a batch; an example has four"),
     ("-t", "--seq-len", "count", None, "T, tokens in a row (default: enough for the longest)"),
-    (None, "--device", ("cpu", "cuda"), None, "where to compute (default: cuda if there is a GPU)"),
+    (None, "--device", ("cuda", *ON_CPU), None, "where to compute (default: cuda if there is "
+     "a GPU, else cpu)"),
     (None, "--dtype", ("fp32", "tf32", "bf16"), None, "(default: bf16; on a CPU, and a GPU before "
      "8.0, fp32)"),
     (None, "--plain", "switch", 0, "1: on a GPU, without the section Faster of train_gpt2.py"),

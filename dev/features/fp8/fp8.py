@@ -491,7 +491,7 @@ def refused(flags):
 
 FEATURE = Feature(
     "fp8", lambda flags, ranks: flags.dtype == "fp8", Fp8Model, Fp8Training,
-    lambda flags: Fp8OnCpu if flags.device == "cpu" else Fp8OnGpu, sources=(SUMS, SOURCE), flags=(
+    lambda flags: Fp8OnGpu if flags.device == "cuda" else Fp8OnCpu, sources=(SUMS, SOURCE), flags=(
         Flag(None, "--dtype", ("fp32", "tf32", "bf16", "fp8"), None, "tf32: fp32, products in "
              "TF32; fp8: bf16, the layers' products in FP8 (default: bf16; on a CPU, and a GPU "
              "before 8.0, fp32)"),

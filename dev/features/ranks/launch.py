@@ -35,7 +35,7 @@ def start(flags, work):
     if flags.gpus not in (None, count):
         raise UserError(f"--gpus {flags.gpus}: {launcher} has started {count} ranks: expected no "
                         "--gpus")
-    if device == "cpu":
+    if device != "cuda":
         share_cores(ranks_here)
     else:
         import cupy  # noqa: F401  (which a cold disk may delay, before ranks watch each other)
@@ -77,7 +77,7 @@ def share_cores(ranks_here):
 def launch(count, device):
     """Start `count` ranks of this command on this machine, and wait for them. Returns the exit
     status."""
-    if device == "cpu":
+    if device != "cuda":
         raise UserError(f"--gpus {count}: there is no GPU, or --device cpu: on CPUs, start ranks "
                         f"with mpirun -n {count} --bind-to none python train_gpt2.py")
     with socket.create_server(("127.0.0.1", 0)) as server:

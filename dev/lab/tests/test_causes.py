@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dev.common.config import Config
-from dev.cpu.device import Cpu
+from dev.cpu.emulated import Emulated
 from dev.lab.bench import Bench, Comparison
 from dev.lab.causes import describe_wrong, facts_of, wrong_number
 from dev.lab.exercises import EXERCISES, checks_of, version_of
@@ -273,7 +273,7 @@ def build(folder, plants):
     for i, (path, each) in enumerate(zip(paths, plants)):
         path.write_text(solution(each.name, f"_{i}", *each.changes))
     only = {Submission(path).run for path in paths}
-    return Cpu("fp32", Config(C=768, NH=12), [LAB / "tiles.cu", *paths], only), paths
+    return Emulated("fp32", Config(C=768, NH=12), [LAB / "tiles.cu", *paths], only), paths
 
 
 def test_planted(folder):

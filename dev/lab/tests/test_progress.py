@@ -9,7 +9,7 @@ import sys
 from unittest import mock
 
 from dev.common.config import Config
-from dev.cpu.device import Cpu
+from dev.cpu.emulated import Emulated
 from dev.lab import grade, on_gpus, progress
 from dev.lab.bench import Bench
 from dev.lab.exercises import EXERCISES, exercise_names
@@ -263,7 +263,7 @@ def test_solutions(folder):
         path.write_text(applied(path.read_text(), progress.solution(Submission(path), number)[2:]))
         file = Submission(path)
         run, ladder, version = file.run, file.ladder, file.version
-        device = Cpu("fp32", Config(C=768, NH=12), [LAB / "tiles.cu", path], {run})
+        device = Emulated("fp32", Config(C=768, NH=12), [LAB / "tiles.cu", path], {run})
         bench = Bench(ladder, device, parse_sizes(ladder.checks[1]))
         comparison = bench.check(version, dict(threads=version.threads[0]))
         ok(f"{name} {number} is right", comparison.place is None and run.endswith(change),

@@ -10,7 +10,7 @@ import numpy as np
 
 from dev.common.config import Config
 from dev.cpu import races
-from dev.cpu.device import Cpu, compiler_of
+from dev.cpu.emulated import Emulated, compiler_of
 from dev.lab.explain import compiler_lines, printed_lines, unbalanced, warning_lines
 from dev.lab.submission import Submission
 from dev.lab.tests.student import said
@@ -333,7 +333,7 @@ def compiled(path, text):
     kernels = type("Kernels", (Config,), dict(SOURCES=(path,)))()
     with mock.patch.dict(os.environ, LC_ALL="C.UTF-8"):
         try:
-            device = Cpu("fp32", kernels, students=[path])
+            device = Emulated("fp32", kernels, students=[path])
         except UserError as e:
             return None, str(e)
     return device, device.warnings

@@ -1,0 +1,178 @@
+"""What both devices of the CPU share: the verbs of train_gpt2.Cuda that need no kernel, products by
+NumPy's BLAS; and how C++ is compiled, once for these files, flags and this processor."""
+import ctypes
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+
+from prepro_tinyshakespeare import UserError, replace_file
+
+import numpy as np  # after prepro_tinyshakespeare, which has said how its threads are to wait
+
+from dev.common.bf16 import to_bf16
+from dev.common.cache import cache_folder
+from train_gpt2 import BF16, Cuda, to_float
+
+FLAGS = ["-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-Wall", "-Wno-unknown-pragmas",
+         "-fPIC", "-shared", "-fopenmp"]
+
+
+class Host:
+    """A device whose memory is the host's: its arrays are NumPy's. dtype: "fp32" (the default),
+    "tf32" or "bf16"; c: the model's Config."""
+    name, max_shared = "cpu", 227 * 1024 - 1024  # bytes, as on an H100
+    Fault = ()  # a kernel that goes wrong here is a UserError, or a signal
+
+    def __init__(self, dtype, c):
+        self.dtype, self.compiled_for, self.HS = dtype or "fp32", c.switches(), c.C // c.NH
+        self.real = np.float32 if self.dtype in ("fp32", "tf32") else BF16
+        self.W = 16 // np.dtype(self.real).itemsize  # as in kernels.cu: numbers in 16 bytes
+        # a loss that is not finite is reported once, by the training loop
+        np.seterr(over="ignore", invalid="ignore")
+        # 4 MiB: a matmul's result on its way to being added, still in cache
+        self.scratch = np.empty(2**20, np.float32)
+
+    def __str__(self):
+        return f"the CPU, {os.cpu_count()} cores, {self.dtype}"
+
+    def switches(self):
+        """As train_gpt2.Cuda.switches."""
+        return [f"-D{self.dtype.upper()}", *self.compiled_for]
+
+    def empty(self, nbytes):
+        try:
+            return np.empty(nbytes, np.uint8)
+        except MemoryError:
+            raise UserError(f"no memory for {nbytes:,} bytes more; choose a smaller -b, -t or -e"
+                            ) from None
+
+    def put(self, array, values):
+        array[...] = np.reshape(values, array.shape)
+
+    def get(self, array):
+        return array.copy()
+
+    def zero(self, array):
+        array.fill(0)
+
+    def matmul(self, out, a, b, bias=None, accumulate=False, gelu=None, dgelu_at=None):
+        """As train_gpt2.Cuda.matmul; what is accumulated has neither bias nor GELU."""
+        if self.dtype == "tf32":
+            a, b = round_to_tf32(a), round_to_tf32(b)
+        if self.real == BF16:
+            a, b = to_float(a), to_float(b)
+        if accumulate:
+            rows = max(1, self.scratch.size // out.shape[-1])
+            for i in range(0, out.shape[0], rows):
+                product = self.scratch[: out[i : i + rows].size].reshape(-1, out.shape[-1])
+                out[i : i + rows] += np.matmul(a[i : i + rows], b, out=product)
+            return
+        product = np.matmul(a, b, out=out if out.dtype == np.float32 else None)
+        if bias is not None:
+            product += to_float(bias)
+        if product is not out:
+            out[...] = to_bf16(product)
+        self.gelu_of_product(out, gelu, dgelu_at)
+
+    def gelu_of_product(self, out, gelu, dgelu_at):
+        """As on a GPU, in the same verbs."""
+        Cuda.gelu_of_product(self, out, gelu, dgelu_at)
+
+    def repeat(self, graphs, key, work):
+        """Do work()."""
+        work()
+
+
+def round_to_tf32(x):
+    """x rounded to TF32's 10 bits of mantissa, half away from zero, as tensor cores want their
+    inputs."""
+    return np.where(np.isnan(x), x, ((x.view(np.uint32) + 0x1000) & 0xFFFFE000).view(np.float32))
+
+
+# ---- Compiling
+
+
+def compiler_of():
+    """The C++ compiler, or the CXX that is asked for; None if there is none."""
+    return os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+
+
+def found_compiler():
+    """The same. Raises UserError if there is none."""
+    compiler = compiler_of()
+    if not compiler or not shutil.which(compiler):
+        found = f"CXX={compiler} is not there" if compiler else "neither g++ nor clang++ is there"
+        raise UserError(f"{found}, and a CPU needs a C++ compiler to run the kernels: install one "
+                        "(Debian, Ubuntu: apt install g++; macOS: xcode-select --install), or "
+                        "train on a GPU")
+    return compiler
+
+
+def checksum(library, warnings):
+    """Of a compiled library (bytes) and the compiler's warnings. The system maps a library that was
+    cut off, and the process dies when it reads beyond the end."""
+    return hashlib.sha256(library + warnings.encode()).hexdigest()
+
+
+def compiled(what, flags, source, named=None, files=(), libraries=(), warns=False):
+    """(the path of a shared library, the compiler's warnings if warns). It is compiled from the
+    text `source`, unless it has been with these flags, for the same processor. named: the source,
+    if it names files otherwise than the cache should; files: what it includes."""
+    compiler, flags = found_compiler(), [*flags]
+    # -### prints what the driver would run, and so what -march=native means on this processor.
+    target = subprocess.run([compiler, *flags, "-E", "-###", "-x", "c++", os.devnull],
+                            capture_output=True).stderr
+    key = hashlib.sha256(b"\0".join([(named or source).encode(),
+                                     *(path.read_bytes() for path in files), target]))
+    cache = cache_folder()
+    library = cache / f"kernels_{key.hexdigest()[:16]}.so"
+    seal = library.with_suffix(".txt")  # written last
+    try:
+        sealed, warnings = seal.read_text(encoding="utf-8").split("\n", 1)
+        if sealed == checksum(library.read_bytes(), warnings):
+            return library, warnings
+    except (OSError, ValueError):  # not there yet, or damaged
+        pass
+    print(f"compiling {what} with {compiler}, once", flush=True)
+    temporary = cache / f"{library.name}.{os.getpid()}"
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        try:
+            # again without OpenMP, if the compiler has none; or with recursion, if it is there
+            for _ in range(3):
+                done = subprocess.run([compiler, *flags, "-x", "c++", "-", *libraries, "-o",
+                                       temporary], input=source, text=True, capture_output=True)
+                if done.returncode == 0:
+                    made, warnings = temporary.read_bytes(), done.stderr if warns else ""
+                    replace_file(library, [made])
+                    replace_file(seal, [f"{checksum(made, warnings)}\n{warnings}".encode()])
+                    return library, warnings
+                if "recursive inlining" in done.stderr and "-DWITH_RECURSION" not in flags:
+                    flags.append("-DWITH_RECURSION")
+                    continue
+                if "openmp" not in done.stderr or "-fopenmp" not in flags:
+                    break
+                flags.remove("-fopenmp")
+                print(f"{compiler} has no OpenMP: the kernels run on one core")
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as e:
+        raise UserError(f"{cache}: compiled kernels could not be kept there ({e.strerror}); "
+                        "set XDG_CACHE_HOME to a folder that can be written") from None
+    except UserError as e:
+        raise UserError(f"{e}; set XDG_CACHE_HOME to a folder on another disk") from None
+    raise UserError(f"{compiler} could not compile {what}:\n{done.stderr.strip()}")
+
+
+def loaded(path, what):
+    """A compiled library. Raises UserError."""
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as e:
+        if re.search("map segment|not permitted|denied", str(e)):
+            raise UserError(f"{e}: the disk may be mounted with noexec; set XDG_CACHE_HOME to a "
+                            "folder from which libraries can be loaded") from None
+        # a function has no body
+        raise UserError(f"{compiler_of()} could not compile {what}:\n{e}") from None
