@@ -32,7 +32,8 @@ from prepro_tinyshakespeare import UserError
 # What wraps stands above what it wraps: make_model of the first ends last.
 FEATURES = [
     terminal.FEATURE, file_kinds.FEATURE, peak.FEATURE, nvtx.FEATURE, dry_run.FEATURE,
-    sample.FEATURE, hellaswag_score.FEATURE, overfit.FEATURE, fp8_head.FEATURE, fp8.FEATURE,
+    sample.FEATURE, sample.TEMPERED, hellaswag_score.FEATURE, overfit.FEATURE, fp8_head.FEATURE,
+    fp8.FEATURE,
     sums.FEATURE, zero.FEATURE, ranks.FEATURE, training.KEPT, training.RESUMED, signals.FEATURE,
     tokenizer.FEATURE, outliers.FEATURE, replay.FEATURE, ema.FEATURE, moments.FEATURE,
     recompute.INSIDE, recompute.LAYERS, label_smoothing.FEATURE, recompute.HINT, fit.FEATURE,
