@@ -152,8 +152,8 @@ def test_models_by_name(device_name, folder):
             (command.format("x.safetensors", "x.bin"), "-e", "x.safetensors"),
             ("here is a folder: expected one of its checkpoints, such as here/model_00000007.bin",
              "-e", "here"),
-            ("-e nonsense: expected a checkpoint, or a descriptor from d1 to d999, such as d12",
-             "-e", "nonsense"),
+            ("-e nonsense: expected a checkpoint, or a descriptor from d1 to d999, such as d12, or "
+             "layers x heads x channels, such as 6x6x384", "-e", "nonsense"),
             ("-t 41: expected at most maxT = 40: wpe has no more positions", "-e", TINY, "-t", 41),
             ("-t 41: expected at most maxT = 40: wpe has no more positions", "-e", TINY, "-t", 41,
              "--dry-run"),
