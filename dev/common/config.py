@@ -2,6 +2,7 @@
 that dev/llama3 has, too."""
 import dataclasses
 import os
+import re
 
 import numpy as np
 
@@ -25,6 +26,23 @@ def header_of_kinds(path, *kinds):
                     f"expected {HEADER_BYTES} bytes, and {wish}: {kinds[0].remedy}")
 
 
+def padded(V):
+    """V rounded up to Vp as in llm.c, to a multiple of 128."""
+    return -(-V // 128) * 128
+
+
+def sizes_of(descriptor, forms):
+    """The numbers of a descriptor such as 6x6x384, or None if it is no such one. forms: what they
+    may be, {"LxNHxC": an example}. Raises UserError if there are more or fewer."""
+    if not re.fullmatch(r"\d+(x\d+)+", descriptor):
+        return None
+    sizes = [int(size) for size in descriptor.split("x")]
+    if len(sizes) not in {form.count("x") + 1 for form in forms}:
+        wish = " or ".join(f"{form}, such as {example}" for form, example in forms.items())
+        raise UserError(f"-e {descriptor}: has {len(sizes)} sizes; expected {wish}")
+    return sizes
+
+
 class Config(train_gpt2.Config):
     """GPT-2's sizes and tables, with its files."""
     FILE = CHECKPOINT
@@ -36,6 +54,25 @@ class Config(train_gpt2.Config):
     EOT = EOT
     encoding = staticmethod(gpt2_encoding)
     data_paths = staticmethod(data_paths)
+
+    @classmethod
+    def from_descriptor(cls, descriptor):
+        """As the trainer's; and the config of any sizes, for "LxNHxC". V and maxT are GPT-2's: of
+        the data's, features/own_sizes.py knows. Raises UserError."""
+        sizes = sizes_of(descriptor, {"LxNHxC": "6x6x384"})
+        if not sizes:
+            try:
+                return super().from_descriptor(descriptor)
+            except UserError as e:
+                raise UserError(f"{e}, or layers x heads x channels, such as 6x6x384") from None
+        L, NH, C = sizes
+        c = cls(L=L, NH=NH, C=C)
+        c.check(f"-e {descriptor}")
+        return c
+
+    def with_words(self, V):
+        """The same sizes for a vocabulary of V words."""
+        return dataclasses.replace(self, V=V, Vp=padded(V))
 
     @property
     def NKV(self):

@@ -81,6 +81,10 @@ class Emulated(Host):
                         if not only or name in only}
         self.hopper = "-DHOPPER" in os.environ.get("CXXFLAGS", "").split()  # bf16 alone
         self.races = races.FLAG in os.environ.get("CXXFLAGS", "").split()  # does it look for them?
+        self.compile(sources)
+
+    def compile(self, sources):
+        """Compile these files, unless it is done, and find the kernels."""
         self.path = self.build(sources)
         self.library = loaded(self.path, "kernels.cu")
         self.set_order(os.environ.get("CUDA_ON_CPU_ORDER") or "forward", "CUDA_ON_CPU_ORDER")

@@ -1,4 +1,6 @@
-"""--dry-run: print the tables, the bytes of a checkpoint, and an estimate of the time, and exit."""
+"""--dry-run: print the tables, the bytes of a checkpoint, and an estimate of the time, and exit.
+Nothing is compiled: a product needs a library alone.
+"""
 import time
 
 import numpy as np
@@ -37,6 +39,24 @@ def product_rate(device, c, B, T):
     return 2 * N * 4 * c.C * c.C * count / min(seconds(count) for _ in range(3))
 
 
+class NoKernelsOnGpu:
+    """A GPU without kernels, in front of its class."""
+
+    def compile(self, sources):
+        self.kernels, self.functions = {}, {}
+        self.cublas.setMathMode(self.gpu.cublas_handle, 16)  # and so it is loaded
+
+
+class NoKernelsOnCpu:
+    """The same of a CPU, whose products are then NumPy's."""
+
+    def unknown_switch(self):
+        return None  # with any CXXFLAGS
+
+    def compile(self, *sources):
+        pass
+
+
 class DryRun:
     """A run that only prints what it would be."""
 
@@ -61,6 +81,11 @@ class DryRun:
         return 0
 
 
-FEATURE = Feature("dry run", lambda flags, ranks: flags.dry_run, training=DryRun, flags=(
+def without_kernels(flags):
+    return NoKernelsOnGpu if flags.device == "cuda" else NoKernelsOnCpu
+
+
+FEATURE = Feature("dry run", lambda flags, ranks: flags.dry_run, training=DryRun,
+                  device=without_kernels, flags=(
     Flag(None, "--dry-run", "switch", 0, "1: print sizes and an estimate of the time, and do not "
-         "train", "instead of training", after="--top-k", replayed=False, may_differ=True),))
+         "train", "instead of training", after="--sample", replayed=False, may_differ=True),))

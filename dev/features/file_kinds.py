@@ -84,6 +84,6 @@ class Named:
 
 
 FEATURE = Feature("files", training=Named, flags=(
-    Flag("-e", "--model", "name", None, "checkpoint; or, from scratch, {descriptors} (default: "
-         "{file} if it is here, else {large} on a GPU and {small} on a CPU)", path=True,
-         must_agree=True),))
+    Flag("-e", "--model", "name", None, "checkpoint; or, from scratch, {descriptors}, or layers x "
+         "heads x channels, such as 6x6x384 (default: {file} if it is here, else a small model on "
+         "bytes: {small})", path=True, must_agree=True),))

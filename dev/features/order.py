@@ -8,16 +8,15 @@ and make classes for this run only.
 
 train_gpt2.main calls main here. Without this file it still trains on a GPU.
 """
-import os
-
 import train_gpt2
 from dev.common import gpus
 from dev.common.flags import parse_flags
 from dev.common.gpus import has_gpu
 from dev.features import (
-    devices, dry_run, ema, file_kinds, fit, fused_biases, hellaswag_score, label_smoothing,
-    late_reports, moments, nvtx, outliers, overfit, peak, products, recompute, relu_attention,
-    replay, sample, schedule, shuffled_loader, signals, terminal, tokenizer)
+    devices, dry_run, ema, file_kinds, first_run, fit, fused_biases, hellaswag_score,
+    label_smoothing, late_reports, moments, nvtx, outliers, overfit, own_sizes, peak, products,
+    recompute, relu_attention, replay, sample, schedule, shuffled_loader, signals, terminal,
+    tokenizer)
 from dev.features.checkpoints import training
 from dev.features.checkpoints.run_folder import RunFolder
 from dev.features.declare import Flag, key_of, stack, trains
@@ -32,13 +31,13 @@ from prepro_tinyshakespeare import UserError
 # What wraps stands above what it wraps: make_model of the first ends last.
 FEATURES = [
     terminal.FEATURE, file_kinds.FEATURE, peak.FEATURE, nvtx.FEATURE, dry_run.FEATURE,
-    sample.FEATURE, hellaswag_score.FEATURE, overfit.FEATURE, fp8_head.FEATURE, fp8.FEATURE,
-    sums.FEATURE, zero.FEATURE, ranks.FEATURE, training.KEPT, training.RESUMED, signals.FEATURE,
-    tokenizer.FEATURE, outliers.FEATURE, replay.FEATURE, ema.FEATURE, moments.FEATURE,
-    recompute.INSIDE, recompute.LAYERS, label_smoothing.FEATURE, recompute.HINT, fit.FEATURE,
-    fp8_all.FEATURE, relu_attention.FEATURE, schedule.FEATURE, shuffled_loader.FEATURE,
-    late_reports.FEATURE, attention_five.FEATURE, gelu_products.FEATURE, fused_biases.FEATURE,
-    products.FEATURE, devices.NO_GRAPH, devices.CPU]
+    sample.FEATURE, sample.TEMPERED, hellaswag_score.FEATURE, overfit.FEATURE, fp8_head.FEATURE,
+    fp8.FEATURE, sums.FEATURE, zero.FEATURE, ranks.FEATURE, training.KEPT, training.RESUMED,
+    signals.FEATURE, tokenizer.FEATURE, outliers.FEATURE, replay.FEATURE, ema.FEATURE,
+    moments.FEATURE, recompute.INSIDE, recompute.LAYERS, label_smoothing.FEATURE, recompute.HINT,
+    fit.FEATURE, first_run.FEATURE, own_sizes.FEATURE, fp8_all.FEATURE, relu_attention.FEATURE,
+    schedule.FEATURE, shuffled_loader.FEATURE, late_reports.FEATURE, attention_five.FEATURE,
+    gelu_products.FEATURE, fused_biases.FEATURE, products.FEATURE, devices.NO_GRAPH, devices.CPU]
 FLAGS = [flag for feature in FEATURES for flag in feature.flags]
 SOURCES = [*dict.fromkeys(path for feature in FEATURES for each in (feature, *feature.pairs)
                           for path in each.sources)]
@@ -57,19 +56,14 @@ GROUPS = {
     "less memory": (...,),
     "instead of training": (...,)}
 
-# Defaults without -e and -i, tuned on tinyshakespeare: a minute on two cores, seconds on a GPU
-SCRATCH = {"cpu": dict(steps=250, learning_rate=1e-3, warmup=25, final_fraction=0.1, beta2=0.95,
-                       val_every=50, sample_every=125),
-           "cuda": dict(batch_size=2, steps=1200, learning_rate=2e-4, warmup=120,
-                        final_fraction=0.3, val_every=100, sample_every=400)}
 DESCRIPTORS = "d12, d24, d36, d48 or another depth"
 
 
 def table_of_flags(plain, kind):
     """(all Flags, in the order of --help; {first flag: headline}). plain: the trainer's rows; kind:
     the model's Config."""
-    file, large = kind.MODELS
-    names = dict(file=file, large=large, small=small(large),
+    file, _ = kind.MODELS
+    names = dict(file=file, small=first_run.describe(),
                  descriptors=getattr(kind, "DESCRIPTORS", DESCRIPTORS))
     flags = {flag.name: flag for flag in [*(Flag(*row) for row in plain), *FLAGS]}
     table, headlines = [], {}
@@ -88,23 +82,15 @@ def table_of_flags(plain, kind):
     return [flag._replace(text=flag.text.format(**names)) for flag in table], headlines
 
 
-def small(descriptor):
-    """The descriptor of the model that is trained from scratch on a CPU."""
-    return descriptor.replace("d12", "d3")
-
-
 def set_defaults(flags, table, kind):
-    """Set flags that were not given. kind: the model's Config."""
-    file, descriptor = kind.MODELS
-    on_cpu, given = flags.device in devices.ON_CPU, flags.model or os.path.isfile(file) and file
-    defaults = {key_of(row): row[3] for row in table}
-    defaults |= dict(model=given or (small(descriptor) if on_cpu else descriptor),
-                     dtype=default_dtype(flags.device))
-    if not given and (on_cpu or not flags.train_data):
-        defaults |= SCRATCH["cpu" if on_cpu else "cuda"]
-    for name, value in defaults.items():
+    """Set flags that were not given, and return why they have the model that they have, if -e does
+    not say so. kind: the model's Config."""
+    chosen, why = first_run.choose(flags, kind)
+    defaults = {key_of(row): row[3] for row in table} | dict(dtype=default_dtype(flags.device))
+    for name, value in (defaults | chosen).items():
         if getattr(flags, name) is None:
             setattr(flags, name, value)
+    return why
 
 
 def default_dtype(device):
@@ -186,8 +172,10 @@ def main(arguments=None, Model=GPT2):
         return training(flags, model).run()
 
     def classes(*more):
-        set_defaults(flags, table, Model.Config)
-        return attach(flags, Training, Model, *more)
+        why = set_defaults(flags, table, Model.Config)
+        training, model = attach(flags, Training, Model, *more)
+        training.why = why
+        return training, model
 
     if flags.replay:
         return replay.replay(flags, table, classes)

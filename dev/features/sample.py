@@ -2,7 +2,8 @@
 
 A token is drawn with the probabilities softmax(logits / temperature), from the top_k likeliest
 words only. A temperature below 1 makes likely words likelier still; 0 always takes the likeliest.
-The same --seed gives the same text. (Samples during a training always have llm.c's random numbers.)
+The same --seed gives the same text. (Samples during a training have the same temperature and top_k,
+but always llm.c's random numbers.)
 """
 import codecs
 import secrets
@@ -12,7 +13,7 @@ import numpy as np
 
 from dev.features.declare import Feature, Flag
 from prepro_tinyshakespeare import UserError
-from train_gpt2 import draw_token
+from train_gpt2 import coins, draw_token
 
 
 def choose(logits, coin, temperature, top_k):
@@ -101,12 +102,34 @@ class Sampling:
         return 0
 
 
+class Tempered:
+    """Training whose samples have a temperature or top_k other than the trainer's, 1 and 0."""
+
+    def sample(self):
+        flags = self.flags
+        tokens = generate(self.model, [self.first_token()], flags.sample_tokens, flags.temperature,
+                          flags.top_k, coins())
+        self.say(f"generating:\n---\n{self.decode([*tokens])}\n---")
+
+    def first_token(self):
+        """What a sample goes on from: <|endoftext|>, or a newline if the data is a single text, in
+        which no <|endoftext|> says what follows it."""
+        c, words = self.config, self.words()
+        token, newline = min(c.EOT, c.V - 1), [i for i, word in words.items() if word == b"\n"]
+        known = not newline or (self.train_data.tokens[: 2**20] == token).any()
+        return token if known else newline[0]
+
+
 GROUP = "instead of training"
+SHOWN = "how long, and what is shown"
+TEMPERED = Feature("temperature", lambda flags, ranks: flags.sample is None and (
+    flags.temperature != 1 or flags.top_k), training=Tempered)
 FEATURE = Feature(
     "sample", lambda flags, ranks: flags.sample is not None, training=Sampling, flags=(
         Flag(None, "--sample", str, None, "continue this text by -g tokens, and do not train",
              GROUP, replayed=False, may_differ=True),
-        Flag(None, "--temperature", "rate", 1.0, "for --sample: below 1 makes likely tokens "
-             "likelier; 0: always the likeliest", GROUP, needs="sample", may_differ=True),
-        Flag(None, "--top-k", "count or 0", 0, "for --sample: draw from the K likeliest tokens; "
-             "0: all", GROUP, needs="sample", may_differ=True)))
+        Flag(None, "--temperature", "rate", 1.0, "of samples: below 1 makes likely tokens "
+             "likelier; 0: always the likeliest; first runs have 0.8", SHOWN,
+             after="--sample-tokens", may_differ=True),
+        Flag(None, "--top-k", "count or 0", 0, "in samples, draw from the K likeliest tokens; "
+             "0: all", SHOWN, after="--temperature", may_differ=True)))

@@ -1,6 +1,6 @@
 """Train Llama 3 from raw kernels.
 
-    python -m dev.llama3.train_llama3    # a small one, from scratch, on GPT-2's tokens
+    python -m dev.llama3.train_llama3    # a small one, from scratch, on the bytes of Shakespeare
 
 or, from Meta's weights and in Llama's tokens,
 
@@ -34,7 +34,7 @@ from prepro_tinyshakespeare import EOT, UserError, data_paths, make_header, run_
 
 import numpy as np  # after prepro_tinyshakespeare, which sets how its threads wait
 
-from dev.common.config import Config, read_parameters
+from dev.common.config import Config, padded, read_parameters, sizes_of
 from dev.features.file_kinds import checked_header
 from dev.features.seams import GPT2
 from dev.features.shuffled_loader import paths_of
@@ -81,12 +81,13 @@ class Config3(Config):
     SOURCES = (*Config.SOURCES, HERE / "llama3.cu")
     MODELS = ("llama3.2_1B.bin", "llama3:d12")
     DESCRIPTORS = f"{', '.join(META)}, or llama3:d12 and the like"
+    SIZES = {"LxNHxC": "6x6x384", "LxNHxNKVxC": "6x6x2x384"}  # of one's own
     PADDED = ("wte", "lm_head")
     longest = math.inf  # of a sequence
     EOT = property(lambda self: BEGIN_ID if self.has_llamas_words else EOT)
 
     def __post_init__(self):
-        object.__setattr__(self, "Vp", -(-self.V // 128) * 128)
+        object.__setattr__(self, "Vp", padded(self.V))
 
     @property
     def H(self):
@@ -113,16 +114,23 @@ class Config3(Config):
     @classmethod
     def from_descriptor(cls, descriptor):
         """The config of one of META; or, for "llama3:dN" or "dN", a tied model with the sizes and
-        words of GPT-2 of depth N. Its key-value heads divide the heads and are at most a third of
-        them. Raises UserError."""
+        words of GPT-2 of depth N; or one of any sizes, see SIZES. Key-value heads divide the heads
+        and are at most a third of them, if they are not given. Raises UserError."""
         if descriptor in META:
             return cls(V=128256, multiple_of=1024, **META[descriptor])
-        if not re.fullmatch(r"(llama3:)?d[1-9]\d{0,2}", descriptor):
-            raise UserError(f"-e {descriptor}: expected a checkpoint, or {cls.DESCRIPTORS}")
-        c = Config.from_descriptor(descriptor.removeprefix("llama3:"))
-        NKV = max(n for n in range(1, 1 + max(1, c.NH // 3)) if c.NH % n == 0)
-        c = cls(L=c.L, NH=c.NH, C=c.C, NKV=NKV)
-        c.check(descriptor)
+        name = descriptor.removeprefix("llama3:")
+        sizes = sizes_of(name, cls.SIZES)
+        if sizes:
+            L, NH, *given, C = sizes
+        elif re.fullmatch(r"d[1-9]\d{0,2}", name):
+            c = Config.from_descriptor(name)
+            L, NH, given, C = c.L, c.NH, [], c.C
+        else:
+            raise UserError(f"-e {descriptor}: expected a checkpoint, or {cls.DESCRIPTORS}, or "
+                            f"sizes such as {' or '.join(cls.SIZES.values())}")
+        NKV = max(n for n in range(1, 1 + max(1, NH // 3)) if NH % n == 0)
+        c = cls(L=L, NH=NH, C=C, NKV=given[0] if given else NKV)
+        c.check(f"-e {descriptor}")
         return c
 
     @classmethod

@@ -37,7 +37,7 @@ def test_refusals(device_name, folder):
                          ("-d 24: expected a multiple of .*B.T = 16", *tiny, "-d", 24),
                          ("--recompute.* 3: ", "--recompute", 3), ("--plain.* 2: ", "--plain", 2),
                          ("--moments.*'fp16'", "--moments", "fp16"),
-                         ("--top-k: expected --sample too", *tiny, "--top-k", 3),
+                         ("--top-k.* -1: ", *tiny, "--top-k", -1),
                          ("--dtype fp8 --plain 1: ", *tiny, "--dtype", "fp8", "--plain", 1),
                          *[("--nvtx 1: .*expected --device cuda", *tiny, "--nvtx", 1)] *
                          (device_name != "cuda"),
@@ -152,8 +152,8 @@ def test_models_by_name(device_name, folder):
             (command.format("x.safetensors", "x.bin"), "-e", "x.safetensors"),
             ("here is a folder: expected one of its checkpoints, such as here/model_00000007.bin",
              "-e", "here"),
-            ("-e nonsense: expected a checkpoint, or a descriptor from d1 to d999, such as d12",
-             "-e", "nonsense"),
+            ("-e nonsense: expected a checkpoint, or a descriptor from d1 to d999, such as d12, or "
+             "layers x heads x channels, such as 6x6x384", "-e", "nonsense"),
             ("-t 41: expected at most maxT = 40: wpe has no more positions", "-e", TINY, "-t", 41),
             ("-t 41: expected at most maxT = 40: wpe has no more positions", "-e", TINY, "-t", 41,
              "--dry-run"),

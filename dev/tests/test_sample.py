@@ -12,7 +12,7 @@ from unittest import mock
 import numpy as np  # after prepro_tinyshakespeare, which sets how its threads wait
 
 from dev.common.config import Config, draw_parameters
-from dev.features.sample import choose, coins_of, generate, stream, texts
+from dev.features.sample import Tempered, choose, coins_of, generate, stream, texts
 from dev.features.tokenizer import FILE, decode, gpt2_words, vocabulary, words_of, words_of_model
 from dev.llama3.tokens import no_words
 from dev.llama3.train_llama3 import Config3
@@ -334,3 +334,39 @@ def test_seeds(folder):
             "-v", 0, "-s", 1, "--seed", seed)[1], re.S) for seed in (1, 2)]
         check("samples in a training are llm.c's", len(texts[0]) == 2 and texts[0] == texts[1],
               texts)
+
+
+def test_in_training(folder):
+    """Samples in a training have --temperature and --top-k. They go on from <|endoftext|>, or from
+    a newline if the data has no <|endoftext|>."""
+    write_model(folder / "gpt2.bin", 50257)
+    with small_words(folder):
+        with contextlib.redirect_stdout(None):
+            write_tokens("tokens.bin", [*range(99), 50256])
+
+        def sample(*flags):
+            status, said, error = call("--device", "cpu", "-e", "gpt2.bin", "-i", "tokens.bin",
+                                       "-j", "tokens.bin", "-b", 1, "-t", 8, "-x", 1, "-l", 0,
+                                       "-v", 0, "-s", 1, "-g", 20, *flags)
+            assert not status, error
+            return re.search("generating:\n(.*?)\n---$", said, re.S | re.M)[1]
+
+        plain, greedy = sample(), sample("--temperature", 0)
+        check("temperature 1 and top-k 0 are the trainer's",
+              plain == sample("--temperature", 1, "--top-k", 0) == sample("--top-k", 50257))
+        check("temperature 0 and top-k 1 are greedy", greedy == sample("--top-k", 1) != plain)
+        check("others", len({plain, greedy, sample("--temperature", 0.3),
+                             sample("--temperature", 0.3, "--top-k", 3)}) == 4)
+
+    def first(words, tokens, V=257):
+        return Tempered.first_token(SimpleNamespace(
+            config=SimpleNamespace(EOT=50256, V=V), words=lambda: words,
+            train_data=SimpleNamespace(tokens=np.uint16(tokens))))
+
+    each = {i: bytes([i]) for i in range(256)} | {256: b"<|endoftext|>"}
+    for name, found, wish in (
+            ("a text", first(each, [65, 66]), 10), ("documents", first(each, [256, 65]), 256),
+            ("no newline", first({0: b"a", 1: b"<|endoftext|>"}, [0, 0], 2), 1),
+            ("unknown words", first({}, [65], 300), 299),
+            ("GPT-2's", first({50256: b"", 198: b"\n"}, [50256], 50257), 50256)):
+        yield name, found, wish, EXACT

@@ -37,14 +37,14 @@ from pathlib import Path
 import numpy as np  # after prepro_tinyshakespeare, as in train_gpt2.py
 
 from dev.common.bf16 import to_bf16
-from dev.common.config import Config
+from dev.common.config import Config, padded
 from dev.common.flags import argument, parse_flags
 from dev.data.hub import ask
 from dev.data.vocabulary import vocabulary_bytes
 from dev.features.file_kinds import ON_HUB, OPENAI, checked_header
 from dev.features.tokenizer import vocabulary_of_run
 from dev.llama3.train_llama3 import Config3
-from dev.tools.hf_config import ARCHITECTURES, HEAD, padded, read_config, read_json, write_objects
+from dev.tools.hf_config import ARCHITECTURES, HEAD, read_config, read_json, write_objects
 from dev.tools.hf_tokenizer import vocabulary_in, write_tokenizer, write_vocabulary
 from prepro_tinyshakespeare import UserError, gpt2_encoding, replace_file, run_main
 from train_gpt2 import BF16, to_float

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np  # after prepro_tinyshakespeare, as in train_gpt2.py
 
-from dev.common.config import Config
+from dev.common.config import Config, padded
 from dev.llama3.train_llama3 import Config3
 from prepro_tinyshakespeare import UserError, replace_file
 
@@ -99,11 +99,6 @@ def sizes_of(path, config, defaults):
             raise UserError(f"{path}: {name} is {size}; expected a size of 1 to 2**24 - 1")
         sizes.append(size)
     return sizes
-
-
-def padded(V):
-    """V rounded up to Vp as in llm.c, to a multiple of 128."""
-    return -(-V // 128) * 128
 
 
 def read_gpt2(path, config):

@@ -1,0 +1,75 @@
+"""What a run without -e trains, and with which settings.
+
+GPT-2's weights, if they are here and the data has GPT-2's words. Otherwise a small model, which
+learns to write in a minute on two cores, and in seconds on a GPU: on the bytes of Shakespeare, or
+on the words that come with -i. (GPT-2's 50,257 words are too many for a megabyte of text: most
+occur too rarely to be learned.)
+"""
+import os
+
+from dev.data.vocabulary import vocabulary_beside
+from dev.features.declare import Feature
+from dev.features.devices import ON_CPU
+
+# The defaults of a small model, by device. On the CPU fewer layers and more steps learn more in the
+# same time: dev/RESULTS.md has a table. The GPU's steps are as many as can be made without dropout
+# before the held-out loss rises, by others' figures for this model, and were not measured here.
+SMALL = dict(final_fraction=0.1, beta2=0.99, weight_decay=0.1, shuffle=1, sample_tokens=400,
+             temperature=0.8)
+SCRATCH = {
+    "cuda": SMALL | dict(model="6x6x384", batch_size=64, seq_len=256, steps=1000, warmup=100,
+                         learning_rate=1e-3, val_every=100, val_batches=2, sample_every=500),
+    "cpu": SMALL | dict(model="2x4x128", batch_size=12, seq_len=64, steps=5000, warmup=100,
+                        learning_rate=6e-3, val_every=1000, val_batches=20, sample_every=2500),
+    "emulated": SMALL | dict(model="2x2x64", batch_size=4, seq_len=64, steps=300, warmup=30,
+                             learning_rate=6e-3, val_every=100, val_batches=20,
+                             sample_every=300)}
+# Of a model of GPT-2's words on the CPU, which takes a minute on two cores
+GPT2_WORDS = dict(steps=250, learning_rate=1e-3, warmup=25, final_fraction=0.1, beta2=0.95,
+                  val_every=50, sample_every=125)
+TEXT = "{text}"  # stands for the text's name, which depends on whether there is a network
+
+
+def describe():
+    """The small models, for --help."""
+    return f"{SCRATCH['cuda']['model']} on a GPU, {SCRATCH['cpu']['model']} on a CPU"
+
+
+def small(descriptor):
+    """The descriptor of the model of GPT-2's words that is trained from scratch on a CPU."""
+    return descriptor.replace("d12", "d3")
+
+
+def choose(flags, kind):
+    """(the defaults of flags, and why, in a line) for a model that -e does not name. kind: its
+    Config."""
+    if flags.model:
+        return {}, ""
+    file, large = kind.MODELS
+    data, on_cpu = flags.train_data or flags.val_data, flags.device in ON_CPU
+    own = data and vocabulary_beside(data)
+    if own:
+        return SCRATCH[flags.device], (
+            f"{data} has a vocabulary of its own, {len(own.words):,} words: a small model; "
+            f"-e {large} has GPT-2's sizes")
+    if os.path.isfile(file):
+        return dict(model=file), ""
+    if not data:
+        return SCRATCH[flags.device], (
+            f"no {file} here: a small model on the bytes of {TEXT}; -e {large} trains "
+            f"{'GPT-2 124M' if large == 'd12' else 'one like GPT-2 124M'}")
+    return GPT2_WORDS | dict(model=small(large)) if on_cpu else dict(model=large), ""
+
+
+class FirstRun:
+    """Training that says why it has this model."""
+    why = ""
+
+    def announce(self):
+        if self.why:
+            text = "Shakespeare" if "shakespeare" in self.train_path else "this program's own text"
+            print(f"first run    | {self.why.replace(TEXT, text)}")
+        super().announce()
+
+
+FEATURE = Feature("first run", training=FirstRun)

@@ -1,0 +1,42 @@
+"""-e 6x6x384: a model of any sizes, layers x heads x channels, with as many words as its data.
+
+V is the size of the vocabulary beside the token file (dev/data/vocabulary.py), or GPT-2's if there
+is none; Vp is V, padded. maxT is -t's T, or 1,024. A depth such as d12 has GPT-2's sizes, and its V
+comes from the data, too. Without -i, a model of own sizes learns the bytes of the text that a first
+run learns, and so does a checkpoint whose words are the bytes.
+"""
+import dataclasses
+
+from dev.common.config import Config
+from dev.data.first_text import first_text
+from dev.features.declare import Feature
+
+
+class OwnSizes:
+    """Training of a model whose sizes are not all in its name."""
+    paths = None  # of the data
+    reads_bytes = False  # without -i
+
+    def choose_model(self):
+        flags, positions = self.flags, self.flags.seq_len
+        super().choose_model()
+        if flags.sample is not None:  # which needs no data
+            return
+        own = not self.from_file and "x" in self.name
+        self.reads_bytes = own or self.vocabulary and self.vocabulary.kind == "bytes"
+        self.data_paths()  # finds the vocabulary beside the data, and whether it is a checkpoint's
+        if self.vocabulary and not self.from_file:
+            self.config = self.config.with_words(len(self.vocabulary.words))
+        if own and positions and type(self.config) is Config:  # others need no positions
+            self.config = dataclasses.replace(self.config, maxT=positions)
+
+    def data_paths(self):
+        """As Training.data_paths, looked up once."""
+        flags = self.flags
+        if not self.paths:
+            on_bytes = self.reads_bytes and not (flags.train_data or flags.val_data)
+            self.paths = first_text() if on_bytes else super().data_paths()
+        return self.paths
+
+
+FEATURE = Feature("own sizes", training=OwnSizes)
