@@ -22,10 +22,11 @@ class CheckpointFiles:
 
     def __init__(self, path, kind, table, features):
         self.path, self.kind, self.table, self.features = path, kind, [*table], [*features]
+        logs = r"(main\.log|log\.jsonl)"
         words = "|".join(word for feature in features for word in feature.saved)
-        self.of_a_run = re.compile(rf"main\.log(\.old)?|({words})_\d{{8}}(_\d{{5}})?(\.\w+)?")
+        self.of_a_run = re.compile(rf"{logs}(\.old)?|({words})_\d{{8}}(_\d{{5}})?(\.\w+)?")
         left = [feature.left for feature in features if feature.left]
-        self.left = re.compile("|".join([rf"(main\.log.*|({words})_\d{{8}}.*)\.\d+\.tmp", *left]))
+        self.left = re.compile("|".join([rf"({logs}.*|({words})_\d{{8}}.*)\.\d+\.tmp", *left]))
 
     def file(self, name, step, rank=0):
         return self.path / FILES[name].format(step, rank)
