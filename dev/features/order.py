@@ -16,7 +16,7 @@ from dev.common.flags import parse_flags
 from dev.common.gpus import has_gpu
 from dev.cpu.device import Cpu
 from dev.features import (
-    best, loggers,
+    best, config_file, loggers,
     devices, dry_run, ema, file_kinds, fit, fused_biases, hellaswag_score, label_smoothing,
     late_reports, moments, nvtx, outliers, overfit, peak, products, recompute, relu_attention,
     replay, sample, schedule, shuffled_loader, signals, terminal, tokenizer)
@@ -35,7 +35,7 @@ from prepro_tinyshakespeare import UserError
 FEATURES = [
     terminal.FEATURE, file_kinds.FEATURE, peak.FEATURE, nvtx.FEATURE, dry_run.FEATURE,
     sample.FEATURE, hellaswag_score.FEATURE, overfit.FEATURE, fp8_head.FEATURE, fp8.FEATURE,
-    loggers.FEATURE, json_log.FEATURE, best.FEATURE,
+    config_file.FEATURE, loggers.FEATURE, json_log.FEATURE, best.FEATURE,
     sums.FEATURE, zero.FEATURE, ranks.FEATURE, training.KEPT, training.RESUMED, signals.FEATURE,
     tokenizer.FEATURE, outliers.FEATURE, replay.FEATURE, ema.FEATURE, moments.FEATURE,
     recompute.INSIDE, recompute.LAYERS, label_smoothing.FEATURE, recompute.HINT, fit.FEATURE,
@@ -173,6 +173,7 @@ def main(arguments=None, Model=GPT2):
     """Train an architecture as the arguments say. Returns the exit status."""
     table, groups = table_of_flags(train_gpt2.FLAGS, Model.Config)
     flags = parse_flags("Train from raw kernels.", table, arguments, defaults=False, groups=groups)
+    config_file.apply(flags, table)
     check_needs(flags, table)
     if trains(flags) and not flags.replay:
         go_on_without_output()
