@@ -305,7 +305,8 @@ def main():
     if once:
         check_launched([*Config.SOURCES, MOMENTS])
     for module in OTHERS if once else ():
-        run_file(importlib.import_module(f"dev.tests.test_{module}"), name)
+        run_file(importlib.import_module(f"dev.tests.test_{module}"),
+                 "cuda" if name == "cuda" else "emulated")
     return summary()
 
 

@@ -179,6 +179,8 @@ def main(arguments=None):
                         defaults=False)
     check_followed(flags, table)
     place = flags.device = flags.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if place == "emulated":
+        raise UserError("--device emulated: PyTorch has no such thing; take cpu")
     if place == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: PyTorch finds no GPU; check nvidia-smi, or train with "
                         "--device cpu")

@@ -46,6 +46,7 @@ class Loop(NamedTuple):
 class Cpu(Host):
     """The CPU, all of its cores. dtype, c, beside: as for train_gpt2.Cuda. CXX names the compiler
     and CXXFLAGS adds flags to it. Raises UserError."""
+    hopper = False
     multiprocessors = 16  # shares of a sum over rows: each costs a row of partial sums
     # A loop takes any row, and an item of attention is a head.
     attention_sizes = SimpleNamespace(rows=2**30, threads=1, shared_forward=0, shared_backward=0)
@@ -61,15 +62,14 @@ class Cpu(Host):
         self.unknown = self.unknown_switch()
         if self.unknown:  # all kernels
             self.emulated = self.emulate()
-            self.multiprocessors = self.emulated.multiprocessors
-            for name in SIZES:
+            for name in ("hopper", "multiprocessors", *SIZES):
                 setattr(self, name, getattr(self.emulated, name))
         else:
             self.compile()
 
     def __str__(self):
-        emulated = f", kernels.cu thread by thread for {self.unknown}" if self.unknown else ""
-        return f"{super().__str__()}{emulated}"
+        how = f"kernels.cu thread by thread for {self.unknown}" if self.unknown else "plain loops"
+        return f"{super().__str__()}, {how}"
 
     def unknown_switch(self):
         """What loops cannot do, of the kernels' switches and what the environment asks of the

@@ -43,6 +43,7 @@ PROGRAMS = {"gpt2": "train_gpt2", "llama": "dev.llama3.train_llama3"}
 # other.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
                "CXXFLAGS": "-O1 -ffp-contract=off",
+               "CUDA_ON_CPU_ORDER": "forward",  # --device cpu then runs kernels.cu, not its loops
                "TRAIN_GPT2_WAIT": "120", "OMPI_ALLOW_RUN_AS_ROOT": "1",
                "PYTHONDONTWRITEBYTECODE": "1",
                "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_btl": "self,sm"}

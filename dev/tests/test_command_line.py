@@ -11,7 +11,7 @@ from dev.common.config import Config, read_parameters
 from dev.features.order import has_gpu
 from dev.tests.checks import TINY, TOP, check, fast, numbers_of
 from dev.tests.models import dtypes_of
-from dev.tests.trainings import LLAMA, call, two_token_files
+from dev.tests.trainings import LLAMA, call, place_of, two_token_files
 
 
 TINY_RUN = "-e", TINY, "-i", "tokens.bin", "-j", "tokens.bin", "-b", 2, "-t", 8, "-x", 3, "-s", 0
@@ -25,7 +25,7 @@ def test_refusals(device_name, folder):
     os.chdir(folder)
     Path("noise.bin").write_bytes(bytes(2000))
     tiny = *TINY_RUN, "--dtype", "fp32"
-    status, _, error = call("--device", device_name, *tiny, "-o", "out", "-n", 3)
+    status, _, error = call("--device", place_of(device_name), *tiny, "-o", "out", "-n", 3)
     check("what is not refused", status == 0 and not error, error)
     for wish, *flags in [("--batch-size.* 0: ", "-b", 0), ("--nonsense", "--nonsense"),
                          ("1.5", "-t", 1.5),
@@ -45,7 +45,7 @@ def test_refusals(device_name, folder):
                          ("-x 1: expected 3 or more", *tiny, "-o", "out", "-y", 1, "-x", 1),
                          ("the loss of step 2 is", *tiny, "-l", "1e30"),
                          *([] if has_gpu() else [("--device cpu", "--device", "cuda")])]:
-        status, _, error = call("--device", device_name, *flags)
+        status, _, error = call("--device", place_of(device_name), *flags)
         ok = status == 1 and re.fullmatch(f"error: .*{wish}.*\n", error)
         check(f"refused: {wish}", ok, "" if ok else f"{status}, {error!r}")
 
@@ -60,7 +60,7 @@ def test_command_line(device_name, folder):
         ("plain", "--plain", 1), ("no_graph", "--graph", 0), ("recompute", "--recompute", 1),
         ("recompute_2", "--recompute", 2), ("moments", "--moments", "bf16"))]
     for name, *flags in [*others, *((name, "--dtype", dtype) for dtype, name in trained)]:
-        status, _, error = call("--device", device_name, *TINY_RUN, *flags, "-o", name)
+        status, _, error = call("--device", place_of(device_name), *TINY_RUN, *flags, "-o", name)
         check(f"train_gpt2.py: three steps {name}", status == 0 and not error, error)
 
     def result(name):
@@ -123,7 +123,8 @@ def test_models_by_name(device_name, folder):
     converter's command. A T beyond the model's positions is refused before anything else."""
     two_token_files(folder)
     os.chdir(folder)
-    train = ("--device", device_name, "-i", "tokens.bin", "-j", "tokens.bin", "-b", 1, "-t", 8,
+    train = ("--device", place_of(device_name),
+             "-i", "tokens.bin", "-j", "tokens.bin", "-b", 1, "-t", 8,
              "-x", 1, "-s", 0)
     for name in ("d1", "gpt2_124M.bin", "llama3:d1", "hf", "here"):
         (folder / name).mkdir()

@@ -28,7 +28,7 @@ from dev.features.seams import GPT2, Training
 from dev.llama3.train_llama3 import Llama3
 from dev.tests.checks import EXACT, TINY, check, check_refusal, fast, words
 from dev.tests.models import device_of, model_class, poisoned_model
-from dev.tests.trainings import two_token_files
+from dev.tests.trainings import place_of, two_token_files
 from train_gpt2 import BF16, pack_batch
 
 SMALL = Config(maxT=40, V=257, L=1, NH=2, C=64, Vp=384)
@@ -356,8 +356,8 @@ def test_faults_of_a_gpu(device_name, folder):
         if name == "global_norm":
             raise Broken("an illegal address")
 
-    arguments = ["--device", device_name, "--plain", "1", "-e", TINY, "-b", "2", "-t", "8", "-x",
-                 "3",
+    arguments = ["--device", place_of(device_name), "--plain", "1", "-e", TINY, "-b", "2",
+                 "-t", "8", "-x", "3",
                  "-v", "0", "-s", "0", "-i", folder / "tokens.bin", "-j", folder / "tokens.bin",
                  "-o", folder / "fault"]
     with (contextlib.redirect_stdout(None), mock.patch.object(Training, "make_device",

@@ -15,7 +15,7 @@ from dev.lab.formulas import cross_entropy
 from dev.lab.ladder import f32
 from dev.tests.checks import TINY, check, finite_difference, normal, words
 from dev.tests.models import gradients, in_each_order, model_class, on_device
-from dev.tests.trainings import call, check_resumed, token_files
+from dev.tests.trainings import call, check_resumed, place_of, token_files
 from train_gpt2 import to_float
 
 TOP = Path(__file__).resolve().parents[2]
@@ -137,7 +137,7 @@ def test_command_line(device_name, folder):
                                    "--recompute 2".split(),
                                    "-i", folder / "part_train_*.bin", "-j",
                                    folder / "part_val_0.bin",
-                                   "--device", device_name, *flags)
+                                   "--device", place_of(device_name), *flags)
         if status:
             raise AssertionError(error)
         return text

@@ -26,7 +26,7 @@ from dev.tests.checks import (EXACT, TINY, check, check_refusal, fast, finite_di
 from dev.tests.models import (FIXTURES, LIMITS, check_dump, check_kernels, check_launched,
                               device_of, dtypes_of, write_checkpoint)
 from dev.tests.steps import check_steps
-from dev.tests.trainings import LLAMA, call, two_token_files
+from dev.tests.trainings import LLAMA, call, place_of, two_token_files
 from prepro_tinyshakespeare import write_tokens
 from train_gpt2 import BF16, to_float
 
@@ -227,7 +227,7 @@ def test_command_line(device_name, folder):
             ("is a GPT-2 checkpoint, which train_gpt2.py", *tiny, "-e", TINY),
             ("-e d1.5: expected", "-e", "d1.5"),
             ("larger.bin: token 9 is 331; expected .* 331", *tiny, "-i", "larger.bin")):
-        status, _, error = call("--device", device_name, *flags, program=LLAMA)
+        status, _, error = call("--device", place_of(device_name), *flags, program=LLAMA)
         ok = status == (wish is not None) and re.fullmatch(f"error: .*{wish}.*\n" if wish else "",
                                                            error)
         check(f"train_llama3.py: {wish or ' '.join(map(str, flags[len(tiny) :]))}", ok,

@@ -12,7 +12,7 @@ from dev.common.config import Config
 from dev.features.replay import largest_gradients, repeat
 from dev.tests.checks import TINY, check, words
 from dev.tests.models import device_of, gradients, poisoned_model
-from dev.tests.trainings import bytes_of, call, same, token_files, train, whole_ones
+from dev.tests.trainings import bytes_of, call, place_of, same, token_files, train, whole_ones
 from train_gpt2 import batch_table, carve, pack_batch
 
 
@@ -65,7 +65,7 @@ def test_runs(device_name, folder):
               step == (1 if flags else 0) and f"loss of step {step + 1} is" in line, f"{step}")
         check("not finite: the checkpoint before it is whole", whole_ones(output)[-1] == step,
               f"{step}")
-        status, text, error = call("--device", device_name, "--replay", kept)
+        status, text, error = call("--device", place_of(device_name), "--replay", kept)
         found = re.search(wish, text)
         check("not finite: --replay finds it again", status == 0 and found and found[0] in line,
               text + error)

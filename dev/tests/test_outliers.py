@@ -20,7 +20,7 @@ from dev.features.outliers import SOURCE, WINDOW
 from dev.features.seams import GPT2
 from dev.tests.checks import EXACT, check, fast
 from dev.tests.models import FIXTURES, model_class
-from dev.tests.trainings import call
+from dev.tests.trainings import call, place_of
 from prepro_tinyshakespeare import write_tokens
 from train_gpt2 import Verdict
 
@@ -63,7 +63,7 @@ def test_z_scores(device_name):
 
 def train(device_name, output, *flags):
     """Call the trainer, check that it succeeds, and return its output."""
-    status, text, error = call("--device", device_name, "-o", output, *flags)
+    status, text, error = call("--device", place_of(device_name), "-o", output, *flags)
     check(f"{output.name}: status", status == 0, error)
     return text
 

@@ -25,7 +25,7 @@ from dev.features.shuffled_loader import FilesLoader
 from dev.lab.kernels.adamw import halves
 from dev.tests.checks import EXACT, FIXTURES, TINY, check, check_refusal, fast
 from dev.tests.trainings import (LLAMA, NUMBERS, bytes_of, call, check_resumed, parse_state,
-                                 token_files, train, without)
+                                 place_of, token_files, train, without)
 
 
 @pytest.fixture(autouse=True)
@@ -117,7 +117,7 @@ def test_resumed_runs(device_name, folder):
         ok = "after step 7" in text and "step    8/" in text and "step    7" not in text
         check(f"{name} resumed: it says so", ok, text[-300:] * (not ok))
     _, (status, _, error) = check_resumed("by its notes", folder / "fp32", lambda copy: call(
-        "--device", device_name, "-o", copy, "-y", 1), 12)
+        "--device", place_of(device_name), "-o", copy, "-y", 1), 12)
     check("by its notes: status", status == 0, error)
 
     _, data, at = parse_state(folder / "bf16 moments/state_00000012_00000.bin")

@@ -18,6 +18,7 @@ import numpy as np
 import train_gpt2
 from dev.common.config import Config, read_parameters
 from dev.common.flags import parse_flags
+from dev.cpu.device import Cpu
 from dev.cpu.emulated import Emulated
 from dev.features import moments, order, seams
 from dev.tests.checks import TINY, check, check_refusal
@@ -130,7 +131,7 @@ def test_plain_program(folder):
              "-j", str(folder / "tokens.bin"), "-o"]
     alone, featured = io.StringIO(), io.StringIO()
     device = mock.patch.object(train_gpt2, "FastCuda",
-                               lambda dtype, c: Emulated(dtype, Config(*dataclasses.astuple(c))))
+                               lambda dtype, c: Cpu(dtype, Config(*dataclasses.astuple(c))))
     with device, contextlib.redirect_stdout(alone):
         train_gpt2.Training(train_gpt2.parse_flags([*flags, str(folder / "alone")])).run()
     with contextlib.redirect_stdout(featured):

@@ -29,10 +29,16 @@ def two_token_files(folder):
         write_tokens(folder / "short.bin", words(257, 16))
 
 
+def place_of(device_name):
+    """Where a training runs for a test: on a CPU with loops, since emulated kernels, which have
+    tests of their own, are slow."""
+    return "cuda" if device_name == "cuda" else "cpu"
+
+
 def command(device_name, folder, output, *flags, trainer=TRAINER, model=TINY):
     return [str(x) for x in (
         sys.executable, *(["-m", trainer] if isinstance(trainer, str) else [trainer]), "--device",
-        "cuda" if device_name == "cuda" else "cpu",  # the loops: faster than kernels.cu emulated
+        place_of(device_name),
         "-e", model, "-i", folder / "part_train_*.bin", "-j",
         folder / "part_val_0.bin", "-b", 2, "-t", 8, "-d", 32, "-x", 12, "-n", 3, "-v", 4, "-m", 2,
         "-s", 5, "-g", 3,
