@@ -1,8 +1,9 @@
 /*
 The hand-written kernels of a GPT-2 training step, in the order in which a step meets them, each
-forward next to its backward. train_gpt2.py compiles this file with NVRTC, and reads the kernels'
-names, arguments and grids from this text. dev/cpu/device.py does the same with a C++ compiler and
-dev/cpu/cuda.h, for a CPU. A BLAS library multiplies the linear layers' matrices.
+forward next to its backward. dev/cpu/kernels.cpp has each as a plain loop: there is what it
+computes, and here how a GPU does it. train_gpt2.py compiles this file with NVRTC, and reads the
+kernels' names, arguments and grids from this text. dev/cpu/emulated.py does the same with a C++
+compiler and dev/cpu/cuda.h, for tests. A BLAS library multiplies the linear layers' matrices.
 
 Sizes: B sequences of T tokens, N = B*T rows; C channels, a multiple of 32; V words, padded to Vp;
 NH heads of HS = C/NH channels. Arrays are row-major: the last index named is the fastest.

@@ -305,7 +305,7 @@ struct Block {
                 break;
             }
         said += " at line " + std::to_string(f->line);
-#ifdef TELL_PLACES  // device.py finds out by which calls they came there
+#ifdef TELL_PLACES  // emulated.py finds out by which calls they came there
         Dl_info library;
         if (dladdr(f->pc, &library)) {
             snprintf(text, sizeof text, " (0x%zx)", size_t(f->pc) - size_t(library.dli_fbase) - 1);
@@ -473,7 +473,7 @@ const char* launch(const char* name, void (*run)(void**), const unsigned* grid, 
 // The order of the threads in all launches from now on: FORWARD, REVERSE, or a number from 1 on, which shuffles.
 extern "C" __attribute__((visibility("default"))) void set_order(int order) { cuda_on_cpu::order_of_launches = order; }
 
-// device.py puts this behind the declaration of each __shared__ variable. Such a variable outlives a block, so without
+// emulated.py puts this behind the declaration of each __shared__ variable. Such a variable outlives a block, so without
 // it the next block, or the next launch, could read what it has not written.
 #define POISON(variable)                                             \
     {                                                                \

@@ -394,7 +394,7 @@ __device__ void mbarrier_wait(unsigned long long& mbarrier, int parity, int line
 }
 QUIET inline __attribute__((noinline)) void copy_box(void* box, const void* map, int channel, int head, int t,
                                                      int b, unsigned long long& mbarrier) {
-    auto* m = static_cast<const unsigned long long*>(map);  // as Cpu.tensor_map in device.py makes it
+    auto* m = static_cast<const unsigned long long*>(map);  // as Emulated.tensor_map makes it
     const size_t stride = 2 * m[1] * m[2];
     const char* from = reinterpret_cast<const char*>(m[0]) + b * m[3] * stride + 2 * head * m[1];
     state().boxes.push_back({static_cast<char*>(box), from, int(m[1]), int(m[3]), stride, channel, t,
@@ -430,7 +430,7 @@ QUIET inline __attribute__((noinline)) void add_line(float* global, const float*
 }
 // The opposite of copy_box, for an array without heads: rows and columns outside of it are left out.
 QUIET inline __attribute__((noinline)) void store_box(const void* map, int column, int row, const void* box) {
-    auto* m = static_cast<const unsigned long long*>(map);  // as Cpu.tensor_map in device.py makes it
+    auto* m = static_cast<const unsigned long long*>(map);  // as Emulated.tensor_map makes it
     const int columns = int(m[1]), rows = int(m[3]), inside = max(min(64, columns - column), 0);
     Sent sent = sent_from(box, 8192, false, __builtin_return_address(0));
     const char* shared = static_cast<char*>(dynamic_shared);

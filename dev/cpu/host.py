@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+import threading
 
 from prepro_tinyshakespeare import UserError, replace_file
 
@@ -128,6 +129,17 @@ def compiled(what, flags, source, named=None, files=(), libraries=(), warns=Fals
                                      *(path.read_bytes() for path in files), target]))
     cache = cache_folder()
     library = cache / f"kernels_{key.hexdigest()[:16]}.so"
+    with compiling.setdefault(library, threading.Lock()):  # one thread of this process
+        return find_or_compile(what, [compiler, *flags], source, library, libraries, warns)
+
+
+compiling = {}  # {a library's path: a lock}
+
+
+def find_or_compile(what, command, source, library, libraries, warns):
+    """As compiled, given the compiler with its flags and the library's path."""
+    compiler, *flags = command
+    cache = library.parent
     seal = library.with_suffix(".txt")  # written last
     try:
         sealed, warnings = seal.read_text(encoding="utf-8").split("\n", 1)

@@ -19,11 +19,6 @@ iteration needs what another writes, but for a sum named in reduction(+), of whi
 #include <cstdint>
 #include <cstring>
 #include <vector>
-#ifdef _OPENMP
-#include <omp.h>
-#else
-inline int omp_get_max_threads() { return 1; }
-#endif
 
 // ---- numbers ----
 
@@ -431,7 +426,7 @@ void gelu_backward(real* dinp, const real* inp, int N, int OC) {
 // losses (N) = -log(softmax(logits (N,Vp)[row, 0..V-1])[target]). With with_gradient, the logits become their
 // gradient, dloss * (softmax - onehot), where onehot is 1 at the target; the padding becomes zeros.
 void fused_classifier(real* logits, float* losses, const int* targets, float dloss, int N, int V, int Vp,
-                      int with_gradient, int) {
+                      int with_gradient, int room) {  // room: for a GPU
 #pragma omp parallel for
     for (long n = 0; n < N; n++) {
         real* x = logits + n * Vp;
@@ -545,16 +540,18 @@ using Sgemm = void(int order, int transpose_left, int transpose_right, int64_t I
 
 // out (I,J) = left (I,K) right (K,J), or += with accumulate. Then, unless they are null: out += bias (J); out is
 // multiplied by GELU's derivative at dgelu_at (I,J); result (I,J) = out as a real; gelu_of (I,J) = GELU(result).
-// A thread computes a slice of out, with a BLAS that uses one thread, and does the rest while the slice is in cache.
-// Threads of a BLAS would take turns with ours on the same cores, and wait for each other.
+// out is cut into slices, as many as its size says, and not how many threads there are: a BLAS may sum in another order
+// for another size. A thread computes a slice, with a BLAS that uses one thread, and does the rest while the slice is
+// in cache. Threads of a BLAS would take turns with ours on the same cores, and wait for each other.
 void multiply(Sgemm sgemm, float* out, const float* left, const float* right, long I, long J, long K, int transposed_left,
               long stride_left, int transposed_right, long stride_right, int accumulate, const real* bias,
               const real* dgelu_at, real* result, real* gelu_of) {
     constexpr int ROW_MAJOR = 101, PLAIN = 111, TRANSPOSED = 112;
-    long threads = omp_get_max_threads();
     bool by_rows = I > J;
-    long all = by_rows ? I : J, slice = (all + 64 * threads - 1) / (64 * threads) * 64;
-#pragma omp parallel for schedule(static, 1)
+    long all = by_rows ? I : J, slices = 1;
+    while (slices < 16 && I * J * K / (2 * slices) > 6000000) slices *= 2;
+    long slice = (all + 16 * slices - 1) / (16 * slices) * 16;
+#pragma omp parallel for
     for (long first = 0; first < all; first += slice) {
         long size = std::min(slice, all - first), i = by_rows ? first : 0, j = by_rows ? 0 : first;
         long rows = by_rows ? size : I, columns = by_rows ? J : size;

@@ -34,7 +34,7 @@
 #else
 #define DYNAMIC_SHARED(type, name) type* name = static_cast<type*>(cuda_on_cpu::dynamic_shared)
 #endif
-// device.py puts these in place of extern __shared__ type name[], in a function and outside of all.
+// emulated.py puts these in place of extern __shared__ type name[], in a function and outside of all.
 #define EXTERN_SHARED(type, name) DYNAMIC_SHARED(type, name); cuda_on_cpu::expect_shared(#name, __LINE__)
 #define GLOBAL_SHARED(type, name) static_cast<type*>(cuda_on_cpu::expect_shared(#name, __LINE__))
 

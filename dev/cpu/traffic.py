@@ -80,7 +80,7 @@ class Traffic(NamedTuple):
 
 
 class CountingCpu(Emulated):
-    """A Cpu whose launches can be counted. Its arrays begin on a sector, as a GPU's do."""
+    """An Emulated whose launches can be counted. Its arrays begin on a sector, as a GPU's do."""
 
     def __init__(self, *args, **options):
         with counting_flags():

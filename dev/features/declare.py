@@ -66,6 +66,7 @@ class Feature(NamedTuple):
     excludes: dict = {}  # {feature or architecture that it does not go with: why, and what to do}
     refuses: Callable = lambda flags: ""  # (flags) -> why they do not go together, or ""
     saved: tuple = ()  # files of a run's folder: ema of ema_00000500.bin
+    outlasts: tuple = ()  # the same for files that stay when their step's checkpoint is removed
     left: str = ""  # a regular expression of files that a kill leaves there
     state: dict = {}  # {field of run_*.json: (whether a value is good, what is expected)}
 

@@ -13,11 +13,11 @@ from dev.common import gpus
 from dev.common.flags import parse_flags
 from dev.common.gpus import has_gpu
 from dev.features import (
-    devices, dry_run, ema, file_kinds, first_run, fit, fused_biases, hellaswag_score,
-    label_smoothing, late_reports, moments, nvtx, outliers, overfit, own_sizes, peak, products,
-    recompute, relu_attention, replay, sample, schedule, shuffled_loader, signals, terminal,
-    tokenizer)
-from dev.features.checkpoints import training
+    best, config_file, devices, dry_run, ema, file_kinds, first_run, fit, fused_biases,
+    hellaswag_score, label_smoothing, late_reports, loggers, moments, nvtx, outliers, overfit,
+    own_sizes, peak, products, recompute, relu_attention, replay, sample, schedule,
+    shuffled_loader, signals, terminal, tokenizer)
+from dev.features.checkpoints import json_log, training
 from dev.features.checkpoints.run_folder import RunFolder
 from dev.features.declare import Flag, key_of, stack, trains
 from dev.features.fp8 import fp8, fp8_all, fp8_head
@@ -32,10 +32,11 @@ from prepro_tinyshakespeare import UserError
 FEATURES = [
     terminal.FEATURE, file_kinds.FEATURE, peak.FEATURE, nvtx.FEATURE, dry_run.FEATURE,
     sample.FEATURE, sample.TEMPERED, hellaswag_score.FEATURE, overfit.FEATURE, fp8_head.FEATURE,
-    fp8.FEATURE, sums.FEATURE, zero.FEATURE, ranks.FEATURE, training.KEPT, training.RESUMED,
-    signals.FEATURE, tokenizer.FEATURE, outliers.FEATURE, replay.FEATURE, ema.FEATURE,
-    moments.FEATURE, recompute.INSIDE, recompute.LAYERS, label_smoothing.FEATURE, recompute.HINT,
-    fit.FEATURE, first_run.FEATURE, own_sizes.FEATURE, fp8_all.FEATURE, relu_attention.FEATURE,
+    fp8.FEATURE, config_file.FEATURE, loggers.FEATURE, json_log.FEATURE, best.FEATURE,
+    sums.FEATURE, zero.FEATURE, ranks.FEATURE, training.KEPT, training.RESUMED, signals.FEATURE,
+    tokenizer.FEATURE, outliers.FEATURE, replay.FEATURE, ema.FEATURE, moments.FEATURE,
+    recompute.INSIDE, recompute.LAYERS, label_smoothing.FEATURE, recompute.HINT, fit.FEATURE,
+    first_run.FEATURE, own_sizes.FEATURE, fp8_all.FEATURE, relu_attention.FEATURE,
     schedule.FEATURE, shuffled_loader.FEATURE, late_reports.FEATURE, attention_five.FEATURE,
     gelu_products.FEATURE, fused_biases.FEATURE, products.FEATURE, devices.NO_GRAPH, devices.CPU]
 FLAGS = [flag for feature in FEATURES for flag in feature.flags]
@@ -156,6 +157,7 @@ def main(arguments=None, Model=GPT2):
     """Train an architecture as the arguments say. Returns the exit status."""
     table, groups = table_of_flags(train_gpt2.FLAGS, Model.Config)
     flags = parse_flags("Train from raw kernels.", table, arguments, defaults=False, groups=groups)
+    config_file.apply(flags, table)
     check_needs(flags, table)
     if trains(flags) and not flags.replay:
         go_on_without_output()

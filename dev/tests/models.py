@@ -87,8 +87,11 @@ ATTENTION = "attention_forward", "attention_backward_q", "attention_backward_kv"
 launched = set()  # the names of the kernels that tests have launched
 
 
-def fits(device_name, C=0, HS=0, **other):
-    """Whether rows and heads fit into a block's shared memory: before 8.0 that is 64 KB."""
+def fits(device_name, C=0, HS=0, relu=0, **other):
+    """Whether rows and heads fit into a block's shared memory: before 8.0 that is 64 KB. The loops
+    of a CPU have no ReLU attention."""
+    if device_name == "cpu" and relu:
+        return False
     return device_name != "cuda" or capability() >= 80 or C <= 4096 and HS <= 64
 
 

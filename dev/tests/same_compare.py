@@ -76,6 +76,9 @@ def of_files(name, old, new, model):
         return
     if name == "main.log":
         yield from first(name, old.decode().splitlines(), new.decode().splitlines())
+    elif name == "log.jsonl":
+        yield from first(name, *(re.sub(r', "(time|ms|tok_per_s)": [\d.]+', "",
+                                        x.decode()).splitlines() for x in (old, new)))
     elif name.startswith("run_"):
         # Skipped where only one has them: flags, which the case "help" compares; algorithms, since
         # the file also has those of other runs; the windows of outliers, which older trees wrote in
@@ -148,7 +151,8 @@ def compare(case, olds, news):
             a, b = sorted(a), sorted(b)
         differ = [*first("printed", a, b)]
         differ += [f"only {'OLD' if name in files[0] else 'NEW'} has {name}"
-                   for name in sorted(files[0].keys() ^ files[1].keys())]
+                   for name in sorted(files[0].keys() ^ files[1].keys())
+                   if name != "log.jsonl"]  # older trees wrote none
         for name in both:
             differ += of_files(name, files[0][name], files[1][name],
                                files[0].get(f"model_{name[6:14]}.bin"))

@@ -155,7 +155,7 @@ def test_full_disks(device_name, folder):
     check("full disk: the training went on", "step   12/12" in text)
     yield "full disk: whole checkpoints", whole_ones(output), [3, 6], EXACT
     rest = sorted(path.name for path in output.iterdir()
-                  if not re.search("0000000[36]|main.log|run_00000000", path.name))
+                  if not re.search("0000000[36]|main.log|log.jsonl|run_00000000", path.name))
     check("full disk: nothing else is left", rest == [], f"{rest}")
     train(device_name, folder, output, "-y", 1)
     same(bytes_of(output, 12), bytes_of(enough, 12), "after a full disk")

@@ -12,9 +12,9 @@ import pytest
 from dev.tests.checks import TOP
 
 PROGRAMS = (  # the longest first. The other files whose tests test_gpt2 runs are among pytest's
-    "dev.lab --check --dtype fp32, sanitized", "test_gpt2 --device cpu --dtype bf16",
-    "test_gpt2 --device cpu --dtype fp32, without other files",
-              "test_gpt2 --device cpu --dtype tf32",
+    "dev.lab --check --dtype fp32, sanitized", "test_gpt2 --device emulated --dtype bf16",
+    "test_gpt2 --device emulated --dtype fp32, without other files",
+    "test_gpt2 --device emulated --dtype tf32",
     "dev.lab --check --dtype bf16", "dev.lab --check --dtype tf32")
 LONGEST = (
     "dev.tests.mutants", "dev.bench.compile_kernels", "dev.lab --check --races --dtype bf16",

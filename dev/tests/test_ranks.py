@@ -492,8 +492,8 @@ def test_killed_ranks(device_name, folder, kills):
     check("after kills: the newest two are left",
           whole_ones(output, count, 1) == [steps - 1, steps])
     left = sorted(path.name for path in output.iterdir()
-                  if not re.search(f"_000000({steps - 1:02d}|{steps})|main.log|run_00000000",
-                                   path.name))
+                  if not re.search(f"_000000({steps - 1:02d}|{steps})|main.log|log.jsonl|"
+                                   "run_00000000", path.name))
     check("after kills: nothing else is left", not left, f"{left}")
 
 

@@ -89,7 +89,8 @@ def test_runs_without_a_checkpoint(folder):
     train(whole, *flags)
     killed_at(4, output, *flags)
     killed = contents(output)
-    check("killed before a checkpoint: files", sorted(killed) == ["main.log", "run_00000000.json"])
+    check("killed before a checkpoint: files", sorted(killed) == [
+        "log.jsonl", "main.log", "run_00000000.json"])
     check("killed before a checkpoint: steps in its log", killed["main.log"].count(b"trl:") == 4)
     refused("other data", "and -i is .*part_val_0", output, "-y", 1, "-i",
             folder / "part_val_0.bin", early=False)
@@ -125,7 +126,8 @@ def test_runs_without_a_checkpoint(folder):
     killed_at(0, stopped, *flags, "-n", 1, "-nk", 1, "-y", 1)
     check("run_00000000.json", "run_00000000.json" in contents(stopped))
     goes_on("goes on from there", stopped, *flags, "-n", 1, "-nk", 1, "-y", 1)
-    left = [name for name in contents(stopped) if not name.startswith(("main.log", "DONE"))]
+    logs = "main.log", "log.jsonl", "DONE"
+    left = [name for name in contents(stopped) if not name.startswith(logs)]
     wish = ["model_00000006.bin", "run_00000000.json", "run_00000006.json",
             "state_00000006_00000.bin"]
     check("of old checkpoints, run_00000000.json alone is kept", left == wish)
@@ -135,12 +137,12 @@ def test_earlier_runs(folder):
     """Without -y 1, a folder with anything of a run in it is refused."""
     flags, one = flags_in(folder), folder / "one"
     train(one, *flags)
-    wish = (r"holds an earlier run \(main.log, model_00000006.bin, run_00000000.json\), which is "
+    wish = (r"holds an earlier run \(log.jsonl, main.log, model_00000006.bin, \.\.\.\), which is "
             r"never overwritten: go")
     for more in ((), ("-n", 3), ("-x", 9), ("-y", 0)):
         refused(f"a second run with {more}", f"{wish}.* -y 1, or give another folder", one, *flags,
                 *more)
-    for name in ("main.log", "main.log.old", "model_00000003.bin", "run_00000000.json",
+    for name in ("main.log", "main.log.old", "log.jsonl", "model_00000003.bin", "run_00000000.json",
                  "state_00000001_00002.bin",
                  "DONE_00000001", "replay_00000004.npz"):
         other = folder / name.replace(".", " ")

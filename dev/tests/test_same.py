@@ -18,6 +18,8 @@ def test_files(folder):
     log, notes = b"s:0 tel:3.1\ns:1 trl:2.5\n", {"flags": {"seed": 42}, "data": [["a", 3]],
                                                  "seen": 3}
     notes = json.dumps(notes).encode()
+    times = [b'{"step": 1, "time": %d.5, "loss": 2, "ms": %d.0}' % (i, i) for i in (1, 20)]
+    check("log.jsonl: other times", not [*of_files("log.jsonl", *times, gpt2)])
     state = bytes(1024) + np.arange(3 * N, dtype="<f4").tobytes() + b"shuffle"
     # qkvw[1, 5, 7], after wte, wpe, ln1.
     third = 4 * (384 * 128 + 64 * 128 + 4 * 128 + 3 * 128 * 128 + 5 * 128 + 7)
@@ -29,6 +31,7 @@ def test_files(folder):
             ("state_00000002_00000.bin", state, 1024 + 4 * N + third, r"v qkvw\[1, 5, 7\]"),
             ("state_00000002_00000.bin", state, 1024 + 12 * N + 2, "the shuffle, at byte 2"),
             ("main.log", log, 22, "main.log, line 2"),
+            ("log.jsonl", b'{"step": 1, "time": 1.5, "loss": 2.5}\n', 35, "log.jsonl, line 1"),
             ("run_00000002.json", notes, notes.index(b"42"), "flags.seed: 42")):
         new = bytearray(old)
         new[at] ^= 1

@@ -7,9 +7,11 @@ import shutil
 import struct
 import subprocess
 import sys
+from unittest import mock
 
 import numpy as np
 
+import train_gpt2
 from dev.common.config import Config
 from dev.features.hellaswag_score import Example
 from dev.tests.checks import TINY, check, words
@@ -161,3 +163,18 @@ def file_of(examples, **change):
         longest = max(longest, 2 * (2 + len(rest)))
     header = [20240522, 1, len(examples), longest] + 252 * [0]
     return np.array(header, "<i4").tobytes() + np.array(stream, "<u2").tobytes()
+
+
+@contextlib.contextmanager
+def killed_in(step):
+    """A run within ends abruptly in the step that follows `step` others, as if it were killed."""
+    train_step = train_gpt2.GPT2.train_step
+
+    def killed(model, *args, **keywords):
+        if model.step == step:
+            raise ZeroDivisionError
+        train_step(model, *args, **keywords)
+
+    with mock.patch.object(train_gpt2.GPT2, "train_step", killed), contextlib.suppress(
+            ZeroDivisionError):
+        yield

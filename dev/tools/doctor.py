@@ -33,7 +33,7 @@ def above(version, *least, remedy=None):
     return version
 
 
-def compiler():  # chosen as dev/cpu/device.py does
+def compiler():  # chosen as dev/cpu/host.py does
     name = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     if not name or not shutil.which(name):
         raise Wrong(f"CXX={name} is not there" if name else "neither g++ nor clang++ is there")

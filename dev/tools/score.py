@@ -37,34 +37,50 @@ def progress_line(done, total):
     print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
 
 
+def find_architecture(path):
+    """(the class of a checkpoint's model, its config). Raises UserError."""
+    architectures = {architecture.Config.FILE: architecture for architecture in (GPT2, Llama3)}
+    magic = checked_header(path, *architectures)[0]
+    [architecture] = [architecture for kind, architecture in architectures.items()
+                      if kind.magic == magic]
+    return architecture, architecture.Config.from_file(path)
+
+
+def device_of(flags, c):
+    """The device that flags as above ask for."""
+    place = flags.device or ("cuda" if has_gpu() else "cpu")
+    return make_device(place, flags.dtype or default_dtype(place), c, flags.plain)
+
+
+def compute(architecture, c, device, path, B, T, work):
+    """work(the model of a checkpoint). Raises UserError also for a fault of the GPU."""
+    try:
+        model = type(architecture.__name__, (Fitting, architecture), {})(c, device, B, T)
+        model.set_parameters(read_parameters(path, c))
+        return work(model)
+    except device.Fault as e:
+        raise UserError(f"the GPU stopped ({e}) at {device.last_kernel} or a launch before it: "
+                        "find the fault with --plain 1, compute-sanitizer, or --device "
+                        "cpu") from None
+
+
 def main(arguments=None):
     """Everything from the flags to the score. Raises UserError."""
     flags = parse_flags(__doc__, FLAGS, arguments)
-    architectures = {architecture.Config.FILE: architecture for architecture in (GPT2, Llama3)}
-    magic = checked_header(flags.model, *architectures)[0]
-    [architecture] = [architecture for kind, architecture in architectures.items()
-                      if kind.magic == magic]
-    c = architecture.Config.from_file(flags.model)
+    architecture, c = find_architecture(flags.model)
     check_vocabulary(vocabulary_of_checkpoint(flags.model), flags.data)
     examples = read_examples(flags.data, c.V, flags.seq_len)
     most = max(example.longest for example in examples)
     enough = min(getattr(c, "longest", c.maxT), -(-(most + 1) // PADDING) * PADDING)
     B, T = flags.batch_size, flags.seq_len or enough
-    place = flags.device or ("cuda" if has_gpu() else "cpu")
-    device = make_device(place, flags.dtype or default_dtype(place), c, flags.plain)
+    device = device_of(flags, c)
     print(f"device       | {device} (--device, --dtype)")
     print(f"model        | {flags.model} (-e), {c}")
     print(f"data         | {flags.data}: {len(examples):,} examples of at most {most} tokens "
           f"(--data), B={B} T={T}", flush=True)
-    try:
-        model = type(architecture.__name__, (Fitting, architecture), {})(c, device, B, T)
-        model.set_parameters(read_parameters(flags.model, c))
-        correct, total = count_right(model, examples,
-                                     progress_line if sys.stderr.isatty() else None)
-    except device.Fault as e:
-        raise UserError(f"the GPU stopped ({e}) at {device.last_kernel} or a launch before it: "
-                        "find the fault with --plain 1, compute-sanitizer, or --device "
-                        "cpu") from None
+    progress = progress_line if sys.stderr.isatty() else None
+    correct, total = compute(architecture, c, device, flags.model, B, T,
+                             lambda model: count_right(model, examples, progress))
     print(f"HellaSwag: {correct}/{total} = {correct / total:.6f}")
 
 

@@ -22,10 +22,13 @@ class CheckpointFiles:
 
     def __init__(self, path, kind, table, features):
         self.path, self.kind, self.table, self.features = path, kind, [*table], [*features]
-        words = "|".join(word for feature in features for word in feature.saved)
-        self.of_a_run = re.compile(rf"main\.log(\.old)?|({words})_\d{{8}}(_\d{{5}})?(\.\w+)?")
+        logs = r"(main\.log|log\.jsonl)"
+        words = "|".join(word for feature in features for word in feature.saved + feature.outlasts)
+        self.of_a_run = re.compile(rf"{logs}(\.old)?|({words})_\d{{8}}(_\d{{5}})?(\.\w+)?")
+        self.outlasting = re.compile("|".join(rf"{word}_\d{{8}}.*" for feature in features
+                                              for word in feature.outlasts) or "(?!)")
         left = [feature.left for feature in features if feature.left]
-        self.left = re.compile("|".join([rf"(main\.log.*|({words})_\d{{8}}.*)\.\d+\.tmp", *left]))
+        self.left = re.compile("|".join([rf"({logs}.*|({words})_\d{{8}}.*)\.\d+\.tmp", *left]))
 
     def file(self, name, step, rank=0):
         return self.path / FILES[name].format(step, rank)
@@ -84,7 +87,8 @@ class CheckpointFiles:
             pattern = pattern.replace("model_", "*_")  # and what features write, such as ema_*.bin
             for path in sorted(self.path.glob(pattern)):
                 # run_00000000.json stays: the run needs it to resume without a checkpoint
-                if self.of_a_run.fullmatch(path.name) and path != self.file("run", 0):
+                stays = path == self.file("run", 0) or self.outlasting.fullmatch(path.name)
+                if self.of_a_run.fullmatch(path.name) and not stays:
                     path.unlink(missing_ok=True)
 
     def remove_leftovers(self):

@@ -13,16 +13,22 @@ from prepro_tinyshakespeare import replace_file
 class MainLog:
     """main.log in a folder, opened to append to it from a step on. Lines that the run will log
     again, and damaged ones, move to main.log.old."""
+    NAME, LINE = "main.log", "s:0 trl:10.8522"
+
+    def step_of(self, line):
+        """The step of a line: a run that resumes there logs it again. None: it is damaged."""
+        match = re.match(rb"s:(\d{1,9}) [ -~]*\n", line)
+        return match and int(match[1])
 
     def __init__(self, folder, step, finished):
-        path, old = folder / "main.log", folder / "main.log.old"
+        path, old = folder / self.NAME, folder / f"{self.NAME}.old"
         lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-        found = [re.match(rb"s:(\d{1,9}) [ -~]*\n", line) for line in lines]
-        stays = [bool(match) and (finished or int(match[1]) < step) for match in found]
-        broken = [i for i, match in enumerate(found[:-1]) if not match]  # a kill may cut the last
+        found = [self.step_of(line) for line in lines]
+        stays = [at is not None and (finished or at < step) for at in found]
+        broken = [i for i, at in enumerate(found[:-1]) if at is None]  # a kill may cut the last
         if broken:
             say(f"WARNING: {path}: line {broken[0] + 1} is {lines[broken[0]][:40]!r}; expected one "
-                f"such as s:0 trl:10.8522; {len(broken)} such lines move to {old.name}")
+                f"such as {self.LINE}; {len(broken)} such lines move to {old.name}")
         if not all(stays):
             gone = [line.rstrip(b"\n") + b"\n" for line, stay in zip(lines, stays) if not stay]
             with open(old, "ab") as file:
@@ -39,6 +45,6 @@ class MainLog:
             self.full = self.full and bool(self.unwritten)
         except OSError as e:
             if not self.full:
-                say(f"WARNING: main.log could not be written ({e.strerror}); its lines wait until "
-                    "it can")
+                say(f"WARNING: {self.NAME} could not be written ({e.strerror}); its lines wait "
+                    "until it can")
             self.full = True

@@ -1,0 +1,271 @@
+"""The loops of --device cpu, in dev/cpu/kernels.cpp, dev/llama3/llama3.cpp, dev/features/*.cpp:
+against NumPy's formulas; against the kernels in whose place they stand, launch by launch; against
+PyTorch; and with several numbers of threads. What they do not know is emulated."""
+import contextlib
+import os
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy as np
+import pytest
+
+import test_gpt2
+from dev.common.bf16 import joined
+from dev.common.config import Config
+from dev.common.cuda_source import parameters_of
+from dev.cpu.device import Cpu, loops_of, read_loops
+from dev.cpu.emulated import Emulated
+from dev.features.declare import stack
+from dev.features.recompute import LLAMA_SOURCE as RECOMPUTE_LLAMA, SOURCE as RECOMPUTE
+from dev.features.relu_attention import ReluAttention
+from dev.features.seams import GPT2
+from dev.llama3.train_llama3 import Config3, Llama3
+from dev.tests import test_llama3
+from dev.tests.checks import EXACT, TINY, check, fast, normal, run, words
+from dev.tests.models import (FIXTURES, check_dump, check_kernels, check_launched, device_of,
+                              launched, poison, poisoned_model)
+from dev.tests.steps import check_steps
+from train_gpt2 import BF16, LOW, ceil_div, pack_batch, read_kernels, to_float
+
+DTYPES = "fp32", "bf16"
+SOURCES = [*Config3.SOURCES, RECOMPUTE, RECOMPUTE_LLAMA]  # whose kernels all have loops
+LIMIT = {"fp32": 3e-5, "bf16": 1.2e-2}  # of an array's largest number
+
+
+def runs_on(device_name):
+    return device_name != "cuda"
+
+
+@fast
+def test_names():
+    """Each kernel has a loop, whose arguments are the kernel's, of the same types and names, and
+    then some that Cpu knows."""
+    kinds = {"Output": "real", "Tiles": "real", "low_half": "int16_t"}
+    for path in SOURCES:
+        kernels, loops = read_kernels([path]), read_loops(loops_of(path).read_text("utf-8"))
+        check(f"{path.name}: loops", kernels.keys() <= loops.keys(),
+              f"none for {kernels.keys() - loops.keys()}")
+        for name in kernels.keys() & loops.keys():
+            wish = [(p.name, kinds.get(p.kind, p.kind), p.array, p.const)
+                    for p in parameters_of(kernels[name])]
+            found = [(p.name, p.kind, p.array, p.const)
+                     for p in parameters_of(SimpleNamespace(parameters=loops[name]))]
+            more = {name for name, *_ in found[len(wish) :]}
+            check(f"{name}: arguments", found[: len(wish)] == wish, found)
+            check(f"{name}: further arguments",
+                  more <= {"C", "HS", "GROUP", "blocks", "heads"}, more)
+
+
+# ---- Against formulas, and models against PyTorch's
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_formulas(dtype):
+    """Each loop at all sizes of the kernel lab, as test_gpt2.py tests the kernels themselves."""
+    others = {"relu_attention_forward", "adamw_bf16"}  # have none
+    check_kernels("cpu", dtype, [name for name in test_gpt2.KERNELS if name not in others],
+                  test_gpt2.COMPILED_FOR)
+    check_kernels("cpu", dtype, test_llama3.KERNELS, test_llama3.COMPILED_FOR, architecture=Llama3)
+    for architecture, state in ((GPT2, "gpt2_tiny"), (Llama3, "llama_gqa"), (Llama3, "llama_tied")):
+        checkpoint = TINY if architecture is GPT2 else FIXTURES / f"{state}.bin"
+        check_dump(("cpu", dtype, True, architecture), checkpoint,
+                   FIXTURES / f"{state}_debug_state.bin", fp32_bound=1e-5)
+        if state != "llama_tied":
+            check_steps("cpu", dtype, True, architecture)
+    launched.update({"residual_layernorm_into", "residual_rmsnorm_into"})  # by check_steps
+    check_launched(SOURCES)
+
+
+def made(device, shape, dtype, values=np.nan):
+    array = device.empty(int(np.prod(shape)) * np.dtype(dtype).itemsize).view(dtype).reshape(shape)
+    array[...] = values if dtype != BF16 else (np.float32(values).view(np.uint32) >> 16)
+    return array
+
+
+def test_extremes():
+    """Numbers at which a formula overflows, or loses all digits."""
+    device = Cpu("fp32", Config(C=64, NH=2))
+    x = np.float32([[-1e4, -100, -88, -20, -1e-30, 0, 1e-30, 20, 88, 100, 1e4, np.nan, 3, -3, 1]])
+    out, dout = np.empty_like(x), np.ones_like(x)
+    device.launch("gelu_forward", x.size, out, x, 1, x.size)
+    device.launch("gelu_backward", x.size, dout, x, 1, x.size)
+    nan = np.isnan(x)
+    check("gelu: a NaN stays one", np.array_equal(np.isnan(out), nan)
+          and np.array_equal(np.isnan(dout), nan))
+    yield "gelu", out[~nan], test_gpt2.gelu(np.float64(x[~nan])), 1e-6
+    yield "gelu's derivative", dout[~nan], test_gpt2.dgelu(1, np.float64(x[~nan])), 1e-6
+
+    V, targets = 37, np.int32([0, 36, 5, 7])
+    logits = np.float32(normal(4, 40)) * np.float32([[1], [1e4], [1], [1]])
+    logits[0] += 1e4
+    logits[2, 5:9] = -np.inf, 90, -1e30, -200
+    logits[3, 8] = np.nan
+    truth = np.float64(logits[:, :V])
+    losses = np.empty(4, np.float32)
+    device.launch("fused_classifier", 4, logits, losses, targets, 0.5, 4, V, 40, 1, 0)
+    with np.errstate(invalid="ignore"):
+        wish = test_gpt2.dcross_entropy(targets, np.full(4, 0.5), truth)
+    check("classifier: a NaN is in the loss, -infinity too",
+          np.isnan(losses[3]) and losses[2] == np.inf)
+    yield "classifier", losses[:2], test_gpt2.cross_entropy(targets[:2], truth[:2]), 1e-5
+    yield "dlogits", logits[:3, :V], wish[:3], 1e-6
+    yield "padding", logits[:, V:], np.zeros((4, 3)), EXACT
+
+    # Norms: rows that differ by no more than the root of epsilon, and rows far from 0
+    N, C = 3, 64
+    x = np.float32(normal(N, C)) * np.float32([[3e-3], [1], [1e-6]]) + np.float32([[0], [500], [0]])
+    weight, bias = (np.float32(normal(C)) for _ in range(2))
+    out, copy = np.empty((2, N, C), np.float32)
+    mean, rstd = np.empty((2, N), np.float32)
+    device.launch("residual_layernorm_forward", N, out, mean, rstd, copy, x, None, weight, bias, N)
+    wish = test_gpt2.layernorm(*map(np.float64, (x, weight, bias)))
+    for n, limit in enumerate((2e-6, 2e-4, 2e-6)):
+        yield f"layernorm of row {n}", out[n], wish[n], limit
+
+    n = 64  # AdamW: an epsilon next to nothing, a second moment of 0
+    adam = [made(device, n, np.float32, x) for x in (1, 0, 0, 0)]
+    adam[1][: n // 2] = 1e-20
+    settings = np.float32([0.1, 0.1, 0.001, 10, 1000, 1e-37, 0, 0])
+    device.launch("adamw", n, adam[0], None, *adam[1:], np.uint64([0, n]), np.int32([0]), 1, n,
+                  settings, np.float32([1, 1, 1, 0]))
+    check("adamw: without a gradient nothing changes", (adam[0][n // 2 :] == 1).all())
+    check("adamw: all is finite", all(np.isfinite(array).all() for array in adam))
+
+
+# ---- Against the kernels themselves, launch by launch
+
+
+class Beside(Cpu):
+    """A Cpu whose every launch is done by the kernel too, on copies of the arrays. What both wrote
+    is compared."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.twin, self.found = Emulated(*arguments), {}
+
+    def launch(self, name, items, *args, threads=None, shared=0):
+        copies = [arg.copy() if isinstance(arg, np.ndarray) else arg for arg in args]
+        parameters = parameters_of(self.kernels[name])
+        sizes, of_rows = self.twin.attention_sizes, self.twin.layernorm_sizes
+        twins_items, options = items, {}
+        if name.startswith("attention"):
+            T = args[[p.name for p in parameters].index("T")]
+            most = max(sizes.shared_forward, sizes.shared_backward)
+            twins_items *= ceil_div(T, sizes.rows)
+            options = dict(threads=sizes.threads, shared=most)
+        elif name == "layernorm_backward":
+            options = dict(threads=of_rows.row_threads, shared=of_rows.shared_of_row)
+        elif name == "rmsnorm_backward":
+            options = dict(shared=96 * 1024)
+        self.twin.launch(name, twins_items, *copies, **options)
+        super().launch(name, items, *args, threads=threads, shared=shared)
+        if name == "adamw" and args[1] is not None:  # two halves: one parameter
+            args, copies = ([joined(x[0].view(BF16), x[1].view(LOW)), None, *x[2:]]
+                            for x in (args, copies))
+        for parameter, ours, theirs in zip(parameters, args, copies):
+            if parameter.array and not parameter.const and ours is not None:
+                ours, theirs = (self.numbers(name, parameter, items, args, x)
+                                for x in (ours, theirs))
+                most = np.abs(theirs).max(initial=1e-30)
+                error = np.abs(ours - theirs).max(initial=0) / most
+                key = f"{name} {parameter.name}"
+                self.found[key] = max(error, self.found.get(key, 0))
+
+    def numbers(self, name, parameter, items, args, array):
+        """What an array holds, as float64. Partial sums are added up: which rows are in which share
+        is not the same."""
+        kind = self.real if parameter.kind in ("real", "Output") else np.float32
+        array = np.float64(to_float(array.view(kind if array.dtype == np.uint8 else array.dtype)))
+        if parameter.name == "partials":
+            blocks = items[-1] if isinstance(items, tuple) else items
+            OC = args[-1] if name == "matmul_backward_bias" else self.config.C
+            kinds = 2 if name == "layernorm_backward" else 1
+            array = array.reshape(-1)[: kinds * blocks * OC].reshape(kinds, blocks, OC).sum(1)
+        return array.reshape(-1)[:1] if parameter.name == "norm" else array
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("Model, T, sizes", [
+    (GPT2, 37, dict(C=96, NH=3, V=251, Vp=288)), (Llama3, 70, dict(C=64, NH=4, NKV=2, V=251))])
+def test_beside_kernels(dtype, Model, T, sizes):
+    """All launches of two steps of two micro-batches, whose stream has a large mean, and whose
+    logits saturate."""
+    c = Model.Config(L=2, **dict(maxT=T + 4) | sizes)
+    device = Beside(dtype, c)
+    model = Model(c, device, 1, T)
+    poison(model, "activations", "backward", "gradients")
+    for row in c.parameter_table():
+        mean, std = test_gpt2.HARD.get(row.name, (row.mean, 0.2))
+        model.set_parameters([(row.name, np.float32(mean + std * normal(*row.whole_shape)))])
+    data = [pack_batch(*words(c.V, 2, 1, T)) for _ in range(2)]
+    for _ in range(2):
+        model.train_step(*data, learning_rate=1e-2, clip=1.0, weight_decay=0.1)
+    known = read_kernels(c.SOURCES).keys()
+    for key, error in device.found.items():
+        check(f"{dtype} {key}", error <= LIMIT[dtype], f"{error:.1e} of {LIMIT[dtype]:.1e}")
+    seen = {key.split()[0] for key in device.found}
+    left = known - seen - {"gelu_forward", "gelu_backward"}  # part of products
+    if Model is GPT2:
+        check("all kernels were launched", not left, left)
+
+
+# ---- Any number of threads
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_threads(dtype):
+    """The same bits with one thread and with several, products included."""
+    for Model, sizes in ((GPT2, dict(C=128, NH=4, Vp=288)), (GPT2, dict(C=96, NH=3, Vp=288)),
+                         (Llama3, dict(C=64, NH=4, NKV=2))):
+        c = Model.Config(L=2, maxT=64, V=251, **sizes)
+        device, found = Cpu(dtype, c), []
+        batch = pack_batch(*words(c.V, 2, 3, 45))
+        for threads in (1, 3, 2):
+            device.library.omp_set_num_threads(threads)
+            model = Model(c, device, 3, 45)
+            model.set_parameters([(row.name, np.float32(np.sin(np.arange(row.size)) * 0.2).reshape(
+                row.whole_shape)) for row in c.parameter_table()])
+            for name in ("activations", "backward"):
+                device.zero(model.arenas[name])
+            for _ in range(2):
+                model.train_step(batch, learning_rate=1e-2, clip=1.0)
+            found.append(model.arenas)
+        device.library.omp_set_num_threads(1)
+        for name in found[0]:
+            for more in found[1:]:
+                yield f"{Model.__name__} C={c.C}, {name}", more[name], found[0][name], EXACT
+
+
+# ---- What loops do not know
+
+
+def test_emulates():
+    """A switch that loops do not know has all kernels emulated, and the device says so; a kernel
+    without a loop is emulated alone."""
+    c = Config(C=64, NH=2)
+    check("loops are what the device says", "thread" not in str(Cpu("fp32", c)), Cpu("fp32", c))
+    for flags, order, mixins in (("-O1 -DTURING", "", []), ("-O1", "3", []),
+                                 ("-O1", "", [ReluAttention])):
+        environment = {"CXXFLAGS": flags, "CUDA_ON_CPU_ORDER": order}
+        with mock.patch.dict(os.environ, environment), contextlib.redirect_stdout(None):
+            device = stack(Cpu, mixins)("fp32", c)
+        check(f"{environment}: emulated", device.emulated and not device.loops
+              and "thread by thread for" in str(device), device)
+    found, batch = [], pack_batch(*words(257, 2, 2, 20))
+    for name in ("cpu", "emulated"):
+        model = poisoned_model(device_of(name, "fp32", 64, 2), 2, 20, moments="bf16")
+        for _ in range(2):
+            model.train_step(batch, learning_rate=1e-2, seed=1)
+        found.append(model)
+    yield "loss with bf16 moments", *(model.verdict().loss for model in found), 1e-5
+    check("which a kernel rounds", found[0].device.emulated and found[0].device.loops)
+
+
+def test_without_openblas():
+    """With another BLAS, NumPy multiplies."""
+    c = Config(C=64, NH=2)
+    for dtype in DTYPES:
+        devices = [Cpu(dtype, c) for _ in range(2)]
+        devices[1].blas = None
+        for device in devices:
+            run(f"{dtype} matmul", test_gpt2.matmul, device, 27, 96, 288)
