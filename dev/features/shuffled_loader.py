@@ -126,7 +126,8 @@ class Shuffled:
 
 FEATURE = Feature("loader", training=Shuffled, flags=(
     Flag("-i", "--train-data", "name", None, "token file to train on, or a quoted pattern for "
-         "several (default: tinyshakespeare, prepared if missing)", path=True, may_differ=True),
+         "several (default: tinyshakespeare, prepared if missing; its bytes for a model of own "
+         "sizes)", path=True, may_differ=True),
     Flag("-j", "--val-data", "name", None, "token file to validate on, or a pattern (default: "
          "-i's, with val for train)", path=True, may_differ=True),
     Flag(None, "--shuffle", "switch", None, "1: batches in llm.c's random order (default: 1 for "
