@@ -12,7 +12,7 @@ import pytest
 from dev.features import loggers, seams
 from dev.features.checkpoints.json_log import JsonLog, shortest
 from dev.tests.checks import TINY, check, fast
-from dev.tests.trainings import call, file_of, killed_in, random_examples, token_files
+from dev.tests.trainings import LENGTHS, call, file_of, killed_in, random_examples, token_files
 
 CALL = """
 def call(name, /, *args, **more):
@@ -59,7 +59,7 @@ STAND_INS = {
 @pytest.fixture(autouse=True)
 def data(folder):
     token_files(folder)
-    (folder / "hellaswag.bin").write_bytes(file_of(random_examples(257)))
+    (folder / "hellaswag.bin").write_bytes(file_of(random_examples(257, LENGTHS[:3])))
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def without_times(lines):
 def test_json_log(folder):
     """log.jsonl has what is printed; a run that is killed and resumed has the same lines."""
     whole, parts = folder / "whole", folder / "parts"
-    flags = ("-n", 2, "--hellaswag", folder / "hellaswag.bin", "-t", 40)
+    flags = ("-n", 2, "--hellaswag", folder / "hellaswag.bin", "-t", 24)
     text = train(whole, *flags)
     lines = lines_of(whole)
     steps = [line for line in lines if "loss" in line]
@@ -131,10 +131,11 @@ def test_json_log(folder):
     check("validations, scores and samples, in order", others == [
         (0, "val_loss"), (3, "sample"), (4, "val_loss"), (4, "hellaswag"), (6, "val_loss"),
         (6, "hellaswag"), (6, "sample")], others)
-    val = [f"{line['val_loss']:.6f}" for line in lines if "val_loss" in line]
-    check("val losses", val == re.findall(r"val loss (\S+)", text), val)
+    val = [line["val_loss"] for line in lines if "val_loss" in line]
+    wish = [float(number) for number in re.findall(r"val loss (\S+)", text)]
+    check("val losses", len(val) == len(wish) and np.allclose(val, wish, rtol=1e-6), val)
     scores = [f"{line['hellaswag']:.6f}" for line in lines if "hellaswag" in line]
-    check("scores", scores == re.findall(r"HellaSwag: \d/7 = (\S+)", text) != ["0.000000"] * 2,
+    check("scores", scores == re.findall(r"HellaSwag: \d/3 = (\S+)", text) != ["0.000000"] * 2,
           scores)
     samples = [line["sample"] for line in lines if "sample" in line]
     check("samples", samples == re.findall(r"---\n(.*)\n---", text), samples)
