@@ -15,20 +15,9 @@ __device__ float slowest(float x) {
     return x;
 }
 """
-INCLUDES = "\n".join(
-    f"#include <{name}>"
-    for name in (
-        "cuda_bf16.h",
-        "cuda_fp16.h",
-        "math.h",
-        "cstdint",
-        "stdio.h",
-        "assert.h",
-        "float.h",
-        "limits.h",
-        "cuda_runtime.h",
-    )
-)
+INCLUDES = "\n".join(f"#include <{name}>" for name in (
+    "cuda_bf16.h", "cuda_fp16.h", "math.h", "cstdint", "stdio.h", "assert.h", "float.h", "limits.h",
+    "cuda_runtime.h"))
 
 
 def built(device_name, folder, text):
@@ -43,12 +32,8 @@ def built(device_name, folder, text):
 
 def launch(device, name, items, *args, **sizes):
     """Launch with arrays of NumPy. Returns what they are afterwards."""
-    there = [
-        device.empty(arg.nbytes).view(arg.dtype).reshape(arg.shape)
-        if isinstance(arg, np.ndarray)
-        else arg
-        for arg in args
-    ]
+    there = [device.empty(arg.nbytes).view(arg.dtype).reshape(arg.shape)
+             if isinstance(arg, np.ndarray) else arg for arg in args]
     for array, arg in zip(there, args):
         if isinstance(arg, np.ndarray):
             device.put(array, arg)
@@ -57,7 +42,6 @@ def launch(device, name, items, *args, **sizes):
 
 
 def kernel(name, parameters, body, threads=64):
-    return (
-        f'BLOCK({threads}, threads)\nextern "C" __global__ void {name}({parameters}) {{\n'
-        f"    [[maybe_unused]] int t = threadIdx.x, i = blockIdx.x * blockDim.x + t;\n{body}}}\n"
-    )
+    return (f'BLOCK({threads}, threads)\nextern "C" __global__ void {name}({parameters}) {{\n'
+            "    [[maybe_unused]] int t = threadIdx.x, i = blockIdx.x * blockDim.x + t;\n"
+            f"{body}}}\n")
