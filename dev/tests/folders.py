@@ -3,6 +3,7 @@ import json
 
 import numpy as np
 
+from dev.tests.checks import check_refusal
 from train_gpt2 import BF16
 
 # The names of types in safetensors.
@@ -27,6 +28,16 @@ def write_folder(folder, tensors, config, files=1):
     if files > 1:
         (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {},
                                                                          "weight_map": place}))
+
+
+def check_bad_folders(folder, tensors, config, cases, function, target):
+    """Check that function(source, target) refuses folders: (what it says, changes of config.json,
+    changes of the tensors); what becomes None is left out."""
+    for i, (wish, change, *more) in enumerate(cases):
+        source, found = folder / f"case{i}", tensors | (more[0] if more else {})
+        write_folder(source, *({name: value for name, value in table.items() if value is not None}
+                               for table in (found, config | change)))
+        check_refusal("folder", wish, function, str(source), target)
 
 
 def read_folder(folder):
