@@ -20,11 +20,16 @@ INCLUDES = "\n".join(f"#include <{name}>" for name in (
     "cuda_runtime.h"))
 
 
+def of_files(*paths):
+    """A config whose kernels are in these files alone."""
+    return type("Kernels", (Config,), dict(SOURCES=paths))()
+
+
 def built(device_name, folder, text):
     """A device with the kernels of a student's text."""
     path = folder / "words.cu"
     path.write_text(text if device_name == "cpu" else for_gpu(text))
-    kernels = type("Kernels", (Config,), dict(SOURCES=(path,)))()
+    kernels = of_files(path)
     if device_name == "cpu":
         return Cpu("fp32", kernels, students=[path])
     return make_device(device_name, "fp32", kernels, plain=True)
@@ -45,3 +50,18 @@ def kernel(name, parameters, body, threads=64):
     return (f'BLOCK({threads}, threads)\nextern "C" __global__ void {name}({parameters}) {{\n'
             "    [[maybe_unused]] int t = threadIdx.x, i = blockIdx.x * blockDim.x + t;\n"
             f"{body}}}\n")
+
+
+def numbered(path, head, bodies):
+    """Write kernels named kernel0, kernel1 .. for blocks of 64 threads. Returns their config, and
+    the lines of each that end in //!."""
+    text, marked = head, []
+    for number, body in enumerate(bodies):
+        text += (f'BLOCK(64, threads)\nextern "C" __global__ void kernel{number}('
+                 "float* out, float* inp, int* counter, half* low) {\n    [[maybe_unused]] int "
+                 "t = threadIdx.x, b = blockIdx.x, i = 64 * b + t;")
+        marked.append({text.count("\n") + j + 1 for j, line in enumerate(body.split("\n"))
+                       if line.endswith("//!")})
+        text += f"{body}}}\n"
+    path.write_text(text)
+    return of_files(path), marked

@@ -15,24 +15,12 @@ from dev.lab.bench import compare_output
 from dev.lab.exercises import EXERCISES, checks_of, exercise_names
 from dev.lab.ladder import find_ladder, larger
 from dev.lab.submission import Submission
-from dev.lab.tests.student import filled, said
+from dev.lab.tests.student import NUMBER, SOFTMAX, filled, said
 from dev.tests.checks import check, fast
 
-NUMBER = "\n    size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;\n"
 RESIDUAL = NUMBER + """
     if (i >= (size_t)N * C) return;
     from_float(out[i], to_float(inp1[i]) + to_float(inp2[i]));
-"""
-LAST = 'extern "C" __global__ void'
-SOFTMAX = """
-    int row = blockIdx.x * blockDim.x + threadIdx.x;
-    if (row >= N) return;
-    const real* x = inp + (size_t)row * Vp;
-    float top = LOWEST, sum = 0.0f;
-    for (int v = 0; v < V; v++) top = fmaxf(top, to_float(x[v]));
-    for (int v = 0; v < V; v++) sum += expf(to_float(x[v]) - top);
-    for (int v = 0; v < Vp; v++)
-        from_float(out[(size_t)row * Vp + v], v < V ? expf(to_float(x[v]) - top) / sum : 0.0f);
 """
 BLOCK_A_ROW = """
     const real* x = inp + (size_t)blockIdx.x * Vp;

@@ -8,14 +8,13 @@ from unittest import mock
 
 import numpy as np
 
-from dev.common.config import Config
 from dev.cpu import races
 from dev.cpu.device import Cpu, compiler_of
 from dev.lab.explain import compiler_lines, printed_lines, unbalanced, warning_lines
 from dev.lab.submission import Submission
 from dev.lab.tests.student import said
 from dev.tests.checks import check, refusal
-from dev.tests.small_kernels import HEAD, built, kernel, launch
+from dev.tests.small_kernels import HEAD, built, kernel, launch, of_files
 from prepro_tinyshakespeare import UserError
 
 STUCK = (  # what the kernel does, what is said; {n} is the number of the line that ends in //!
@@ -211,10 +210,9 @@ ALONE = (  # what stops the compiler, or comes after it: what stands above the k
 def compiled(path, text):
     """(the device, or None; what the compiler says) of a student's file."""
     path.write_text(text)
-    kernels = type("Kernels", (Config,), dict(SOURCES=(path,)))()
     with mock.patch.dict(os.environ, LC_ALL="C.UTF-8"):
         try:
-            device = Cpu("fp32", kernels, students=[path])
+            device = Cpu("fp32", of_files(path), students=[path])
         except UserError as e:
             return None, str(e)
     return device, device.warnings
