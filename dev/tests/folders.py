@@ -3,8 +3,9 @@ import json
 
 import numpy as np
 
-from dev.tests.checks import check_refusal
-from train_gpt2 import BF16
+from dev.common.bf16 import to_bf16
+from dev.tests.checks import check, check_refusal
+from train_gpt2 import BF16, to_float
 
 # The names of types in safetensors.
 LIBRARY = {BF16: "bfloat16", np.float32: "float32", np.float16: "float16"}
@@ -38,6 +39,20 @@ def check_bad_folders(folder, tensors, config, cases, function, target):
         write_folder(source, *({name: value for name, value in table.items() if value is not None}
                                for table in (found, config | change)))
         check_refusal("folder", wish, function, str(source), target)
+
+
+def check_types(folder, cases, random_tensors, config, convert, expected):
+    """Check convert(source, target, asked), which rounds to bf16 if asked for, and keeps numbers as
+    they are in fp32. cases: (type of a folder's tensors, asked, type of the checkpoint's)."""
+    for i, (stored, asked, made) in enumerate(cases):
+        tensors, source, path = random_tensors(stored), folder / f"source{i}", folder / f"{i}.bin"
+        write_folder(source, tensors, config)
+        convert(str(source), str(path), asked)
+        values = {name: array.astype(np.float32) if stored == np.float16 else to_float(array)
+                  for name, array in tensors.items()}
+        if made == BF16:
+            values = {name: to_bf16(array) for name, array in values.items()}
+        check(f"{LIBRARY[stored]} to {LIBRARY[made]}", path.read_bytes() == expected(values, made))
 
 
 def read_folder(folder):

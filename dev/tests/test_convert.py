@@ -19,7 +19,7 @@ from dev.llama3.train_llama3 import Config3
 from dev.tests.checks import (
     TINY, check, check_bad_files, check_refusal, fast, header_refusal, with_numbers)
 from dev.tests.fake_hub import a_hub, downloaded, hub_set, serve
-from dev.tests.folders import LIBRARY, check_bad_folders, read_folder, write_folder
+from dev.tests.folders import LIBRARY, check_bad_folders, check_types, read_folder, write_folder
 from dev.tests.models import FIXTURES, LIMITS, device_of
 from dev.tools import convert, hf_config
 from train_gpt2 import BF16, to_float
@@ -170,18 +170,11 @@ def test_round_trips(folder):
 @fast
 def test_other_types(folder):
     """Numbers are rounded to bf16 if asked for; fp32 keeps them as they are."""
-    for i, (stored, asked, made) in enumerate(((np.float32, "bf16", BF16),
-                                               (BF16, "fp32", np.float32),
-                                               (np.float16, None, np.float32))):
-        tensors, source, path = random_tensors(stored), folder / f"source{i}", folder / f"{i}.bin"
-        write_folder(source, tensors, CONFIG)
-        quietly(convert.main, [str(source), str(path), *(["--dtype", asked] if asked else [])])
-        values = {name: array.astype(np.float32) if stored == np.float16 else to_float(array)
-                  for name, array in tensors.items()}
-        if made == BF16:
-            values = {name: to_bf16(array) for name, array in values.items()}
-        check(f"{LIBRARY[stored]} to {LIBRARY[made]}",
-              path.read_bytes() == expected_checkpoint(values, made))
+    def main(source, target, asked):
+        quietly(convert.main, [source, target, *(["--dtype", asked] if asked else [])])
+
+    cases = (np.float32, "bf16", BF16), (BF16, "fp32", np.float32), (np.float16, None, np.float32)
+    check_types(folder, cases, random_tensors, CONFIG, main, expected_checkpoint)
     one = random_tensors(BF16) | {"wpe.weight": random_tensors(np.float32)["wpe.weight"]}
     write_folder(folder / "mixed", one, CONFIG)
     convert.folder_to_checkpoint(str(folder / "mixed"), folder / "mixed.bin")

@@ -13,7 +13,7 @@ from dev.common.config import Config
 from dev.llama3.train_llama3 import Config3
 from dev.tests.checks import (
     EXACT, check, check_bad_files, check_refusal, fast, header_refusal, with_numbers)
-from dev.tests.folders import LIBRARY, check_bad_folders, read_folder, write_folder
+from dev.tests.folders import LIBRARY, check_bad_folders, check_types, read_folder, write_folder
 from dev.tests.models import FIXTURES
 from dev.tools import convert, hf_config
 from train_gpt2 import BF16, HEADER_BYTES, to_float
@@ -180,19 +180,10 @@ def same_bytes(folder):
 @fast
 def test_other_types(folder):
     """Numbers are rounded to bf16 where it is asked for, and become fp32 as they are."""
-    for i, (stored, asked, made) in enumerate(((np.float32, BF16, BF16),
-                                               (BF16, np.float32, np.float32),
-                                               (np.float16, None, np.float32),
-                                               (np.float16, BF16, BF16))):
-        tensors, source, path = random_tensors(stored), folder / f"source{i}", folder / f"{i}.bin"
-        write_folder(source, tensors, CONFIG)
-        convert.folder_to_checkpoint(str(source), path, asked)
-        values = {name: array.astype(np.float32) if stored == np.float16 else to_float(array)
-                  for name, array in tensors.items()}
-        if made == BF16:
-            values = {name: to_bf16(array) for name, array in values.items()}
-        check(f"{LIBRARY[stored]} to {LIBRARY[made]}",
-              path.read_bytes() == expected_checkpoint(values, made))
+    cases = ((np.float32, BF16, BF16), (BF16, np.float32, np.float32),
+             (np.float16, None, np.float32), (np.float16, BF16, BF16))
+    check_types(folder, cases, random_tensors, CONFIG, convert.folder_to_checkpoint,
+                expected_checkpoint)
     convert.checkpoint_to_folder(folder / "0.bin", folder / "back", np.float32)
     found = read_folder(folder / "back")["model.norm.weight"]
     rounded = to_float(to_bf16(random_tensors(np.float32)["model.norm.weight"]))

@@ -9,7 +9,7 @@ from dev.lab import grade
 from dev.lab.exercises import EXERCISES, exercise_names
 from dev.lab.explain import complaint_lines
 from dev.lab.submission import Submission, template
-from dev.lab.tests.student import NUMBER, SOFTMAX, filled, said, solution
+from dev.lab.tests.student import LAYERNORM, NUMBER, SOFTMAX, filled, said, solution
 from dev.tests.checks import TOP, check
 from dev.tests.trainings import call
 
@@ -72,22 +72,6 @@ def test_forgotten(folder):
 
 RESIDUAL = (NUMBER + "    if (i < (size_t)N * C) from_float(out[i], to_float(inp1[i]) + "
             "to_float(inp2[i]));\n")
-LAYERNORM = """
-    int row = blockIdx.x * blockDim.x + threadIdx.x;
-    if (row >= N) return;
-    const float* x = residual + (size_t)row * C;
-    float m = 0.0f, variance = 0.0f;
-    for (int c = 0; c < C; c++) m += x[c];
-    m /= C;
-    for (int c = 0; c < C; c++) variance += (x[c] - m) * (x[c] - m);
-    float s = 1.0f / sqrtf(variance / C + 1e-5f);
-    for (int c = 0; c < C; c++) {
-        from_float(copy[(size_t)row * C + c], x[c]);
-        from_float(out[(size_t)row * C + c],
-                   (x[c] - m) * s * to_float(weight[c]) + to_float(bias[c]));
-    }
-    mean[row] = m, rstd[row] = s;
-"""
 # One warp per row.
 WARPS = """
     int row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
