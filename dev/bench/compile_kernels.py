@@ -25,7 +25,7 @@ from pathlib import Path
 import cupy  # noqa: F401  (finds and loads NVRTC)
 from cupy_backends.cuda.libs import nvrtc
 
-from dev.bench.launches import faults_of_launches, launches_of
+from dev.bench.launches import faults_of_launches, launches_of, like_hopper
 from dev.common.config import Config
 from dev.common.flags import parse_flags, split_names
 from dev.common.gpus import GPUS, REGISTERS, digits
@@ -64,8 +64,7 @@ def compile_for(gpu, dtype, c, beside=(), spilled=SPILLED, unused=None):
     """({kernel: (registers, bytes of shared memory)}, faults) of kernels.cu and the files beside it
     on a GPU such as sm_90a. Kernels of those files may spill `spilled` bytes, those with `unused`
     in their names any number."""
-    # as FastCuda
-    hopper = gpu == "sm_90a" and "-DBF16" in DTYPES[dtype] and c.C // c.NH in range(64, 129, 8)
+    hopper = gpu == "sm_90a" and like_hopper("9.0", dtype, c)
     # as its Feature
     beside = [path for path in beside if path != FIVE[-1] or hopper and c.C // c.NH == 128]
     sources, own = [*c.SOURCES, *beside], read_kernels(c.SOURCES)

@@ -21,7 +21,7 @@ from dev.common.config import Config
 from dev.common.gpus import (
     GPUS, REGISTERS, attributes_of, blocks_that_fit, digits, registers_of_block)
 from dev.common.nvrtc import compile_cuda
-from dev.features.devices import Cuda
+from dev.features.devices import Cuda, FastCuda
 from dev.features.fit import Fitting
 from dev.features.fp8.fp8 import Fp8, Fp8Llama, Fp8Model
 from dev.features.fp8.fp8_all import Fp8All
@@ -30,7 +30,7 @@ from dev.features.fused_biases import FusedBiases, with_summed_outputs
 from dev.features.seams import GPT2
 from dev.llama3.train_llama3 import Llama3
 from prepro_tinyshakespeare import UserError, run_main
-from train_gpt2 import SIZES, pack_batch, read_kernels
+from train_gpt2 import BF16, SIZES, pack_batch, read_kernels
 
 
 class Launch(NamedTuple):
@@ -185,10 +185,18 @@ WIDE = {"fp32": [(4160, 65), (5120, 40), (6944, 217), (1152, 8), (1280, 8), (204
         "bf16": [(12288, 96), (19328, 302), (2048, 8), (2560, 8)]}
 
 
+def like_hopper(capability, dtype, c):
+    """Whether FastCuda compiles its kernels with -DHOPPER."""
+    device = object.__new__(FastCuda)
+    vars(device).update(capability=int(digits(capability)), dtype=dtype, compiled_for=[],
+                        real=np.float32 if dtype in ("fp32", "tf32") else BF16, HS=c.C // c.NH)
+    return "-DHOPPER" in device.switches()
+
+
 def compiled(capability, dtype, c):
     """(registers and shared memory of each kernel, arrays for the host, with -DHOPPER?) as FastCuda
     compiles them."""
-    hopper = (capability, dtype) == ("9.0", "bf16") and c.C // c.NH in range(64, 129, 8)
+    hopper = like_hopper(capability, dtype, c)
     text = "".join(path.read_text("utf-8") for path in c.SOURCES)
     flags = [*Cuda.OPTIONS, f"-D{dtype.upper()}", *["-DHOPPER"] * hopper, *c.switches()]
     _, used, arrays = compile_cuda(text,

@@ -97,22 +97,19 @@ ADAMW_NOTE = (
     "Tensor j is the numbers from starts[j] to starts[j + 1] - 1.")
 
 EXERCISES = {row.kernel: row for row in (
-    Exercise("residual_forward", "residual_forward1", "which thread does what, and which threads "
-             "have nothing to do",
-             "a number of out", ("Each thread adds one pair of numbers, found by blockIdx.x and "
-                                 "threadIdx.x.",
-                                 "N*C is rarely a multiple of the block size. What must the "
-                                 "threads beyond it do?")),
-    Exercise("gelu_forward", "gelu_forward1", "arithmetic in float, results in real, and a "
-             "function of one's own",
-             "a number of out", ("The index and the bound are those of residual_forward, with OC "
-                                 "numbers in a row.",
-                                 "C has no pi: sqrt(2/pi) is 0.7978846f. And 1/2 is 0 in C, as "
-                                 "both are whole numbers: write 0.5f."),
-             NUMBERS + " math", note=(
-                 "The formula of Hendrycks and Gimpel (2016) is",
-                 "    gelu(x) = x/2 (1 + tanh(u)), with u = sqrt(2/pi) (x + 0.044715 x^3)",
-                 "Both are equal, since 1 + tanh(u) = 2 sigmoid(2 u). You may write either.")),
+    Exercise("residual_forward", "residual_forward1",
+             "which thread does what, and which threads have nothing to do", "a number of out",
+             ("Each thread adds one pair of numbers, found by blockIdx.x and threadIdx.x.",
+              "N*C is rarely a multiple of the block size. What must the threads beyond it do?")),
+    Exercise("gelu_forward", "gelu_forward1",
+             "arithmetic in float, results in real, and a function of one's own",
+             "a number of out",
+             ("The index and the bound are those of residual_forward, with OC numbers in a row.",
+              "C has no pi: sqrt(2/pi) is 0.7978846f. And 1/2 is 0 in C, as both are whole "
+              "numbers: write 0.5f."), NUMBERS + " math",
+             note=("The formula of Hendrycks and Gimpel (2016) is",
+                   "    gelu(x) = x/2 (1 + tanh(u)), with u = sqrt(2/pi) (x + 0.044715 x^3)",
+                   "Both are equal, since 1 + tanh(u) = 2 sigmoid(2 u). You may write either.")),
     Exercise("softmax_forward", "softmax_forward1", "the maximum of a row, a sum, and how exp "
              "overflows", "a row",
              ("exp(x) is infinite in fp32 from x = 89 on. exp(x - largest) never is, and the "
@@ -127,12 +124,11 @@ EXERCISES = {row.kernel: row for row in (
               "Why is out not inp? A thread would overwrite a number that its neighbour still has "
               "to read: a race.")),
     Exercise("row_sum", "row_sum3", "a tree in shared memory: where the barrier belongs", "a row",
-             ("A block takes a row. Each thread adds up its own numbers (c = threadIdx.x, then "
-              "c += blockDim.x) and stores the sum in part[threadIdx.x], which is __shared__.",
+             ("A block takes a row. Each thread adds up its own numbers (c = threadIdx.x, then c "
+              "+= blockDim.x) and stores the sum in part[threadIdx.x], which is __shared__.",
               "Then begin with half = blockDim.x / 2, and halve it until it was 1: the threads "
               "below half add part[threadIdx.x + half] to their own sum. Between two steps all "
-              "threads wait, also those that do not add."),
-             "to_float shared"),
+              "threads wait, also those that do not add."), "to_float shared"),
     Exercise("transpose", "transpose1", "which side is contiguous, and the banks of shared memory",
              "a number of inp",
              ("Number i of inp is in row i / C and column i % C. In out, column c begins at c * N.",
@@ -147,8 +143,7 @@ EXERCISES = {row.kernel: row for row in (
               "Then use shuffles: swap with the lane 16 away and keep the larger number, then 8, "
               "4, 2 and 1 away. Now every lane knows the largest of 32.",
               "The last warp may have lanes without a number. They must not return before the "
-              "shuffles."),
-             NUMBERS + " shuffle math"),
+              "shuffles."), NUMBERS + " shuffle math"),
     Exercise("prefix_sum", "prefix_sum1", "running sums: many threads do what looks serial",
              "a row",
              ("One thread per row is right, and slow. With a block per row, each thread first adds "
@@ -157,25 +152,21 @@ EXERCISES = {row.kernel: row for row in (
               "another thread then overwrites the number, and one after writing, because another "
               "one then reads it."),
              "to_float shared shuffle"),
-    Exercise("swiglu_forward", "swiglu_forward1", "rows and columns from an index: two inputs from "
-             "one row",
-             "a number of out", ("The row of number i is i / H and its column is i % H. A row of "
-                                 "inp has 2*H numbers.",
-                                 "The first half of a row is up, the second half is gate."),
-             NUMBERS + " math"),
-    Exercise("encoder_forward", "encoder_forward2", "an index from another array: the embedding of "
-             "a token",
-             "a number of out", ("The row is i / C: tokens[row] is a row of wte, and row % T is a "
-                                 "row of wpe.",
-                                 "out is fp32, so it needs no from_float."), axes="b t c",
-             shapes=dict(wpe="maxT,C")),
+    Exercise("swiglu_forward", "swiglu_forward1",
+             "rows and columns from an index: two inputs from one row", "a number of out",
+             ("The row of number i is i / H and its column is i % H. A row of inp has 2*H "
+              "numbers.",
+              "The first half of a row is up, the second half is gate."), NUMBERS + " math"),
+    Exercise("encoder_forward", "encoder_forward2",
+             "an index from another array: the embedding of a token", "a number of out",
+             ("The row is i / C: tokens[row] is a row of wte, and row % T is a row of wpe.",
+              "out is fp32, so it needs no from_float."), axes="b t c", shapes=dict(wpe="maxT,C")),
     Exercise("permute", "permute1", "an index of five dimensions, taken apart by / and %",
              "a number of out",
-             ("Take the index of out apart, last dimension first: c = i % head, then i / head % T, "
-              "and so on.",
-              "Build the index of inp, first dimension first: ((b*T + t)*3 + which)*NH + h, and so "
-              "on."),
-             axes="which b h t c"),
+             ("Take the index of out apart, last dimension first: c = i % head, then i / head % "
+              "T, and so on.",
+              "Build the index of inp, first dimension first: ((b*T + t)*3 + which)*NH + h, and "
+              "so on."), axes="which b h t c"),
     Exercise("unpermute", "unpermute1", "the way back: which of the two sides should be "
              "contiguous?", "a number of out",
              ("Number i of out is at (b, t, h, c). Where is it in inp (B,NH,T,head)?",
@@ -192,24 +183,20 @@ EXERCISES = {row.kernel: row for row in (
              NUMBERS + " math"),
     Exercise("swiglu_backward", "swiglu_backward1", "one thread, two results", "a number of dout",
              ("A thread reads up, gate and dout once, and can write both gradients.",
-              "With s = 1 / (1 + exp(-gate)), silu is gate * s, and its derivative s * (1 + gate * "
-              "(1 - s))."),
-             NUMBERS + " math"),
-    Exercise("crossentropy_softmax_backward", "crossentropy_softmax_backward1", "padding: columns "
-             "that must be zero",
-             "a number of dlogits", ("The gradient is (probability - 1 at the target) * "
-                                     "dlosses[row].",
-                                     "The columns from V to Vp - 1 are padding."),
-             padded="dlogits"),
+              "With s = 1 / (1 + exp(-gate)), silu is gate * s, and its derivative s * (1 + gate "
+              "* (1 - s))."), NUMBERS + " math"),
+    Exercise("crossentropy_softmax_backward", "crossentropy_softmax_backward1",
+             "padding: columns that must be zero", "a number of dlogits",
+             ("The gradient is (probability - 1 at the target) * dlosses[row].",
+              "The columns from V to Vp - 1 are padding."), padded="dlogits"),
     Exercise("rope_table", "rope_table1", "where fp32 is not enough", "a pair of numbers of table",
              ("Thread i has position i / (HS/2) and pair i % (HS/2).",
-              "The power needs double: pow((double)theta, ...). Round it to float, and divide 1.0f "
-              "by it."),
-             "trigonometry", checks=("T=33,HS=64", "T=5000,HS=64"), numpy=False, note=(
-                 "Row t has the cosine and the sine of the angle of each pair i, side by side:",
-                 "    power = theta^(2i/HS) in double, rounded to float",
-                 "    angle = t * (1 / power) in float",
-                 "    table[t, 2i] = cos(angle) and table[t, 2i + 1] = sin(angle)")),
+              "The power needs double: pow((double)theta, ...). Round it to float, and divide "
+              "1.0f by it."), "trigonometry", checks=("T=33,HS=64", "T=5000,HS=64"), numpy=False,
+             note=("Row t has the cosine and the sine of the angle of each pair i, side by side:",
+                   "    power = theta^(2i/HS) in double, rounded to float",
+                   "    angle = t * (1 / power) in float",
+                   "    table[t, 2i] = cos(angle) and table[t, 2i + 1] = sin(angle)")),
     Exercise("rope_forward", "rope_forward2", "pairs: a thread reads two numbers and writes two",
              "a pair",
              ("Turning (x, y) by an angle gives (x cos - y sin, x sin + y cos). table has cos and "
@@ -219,8 +206,7 @@ EXERCISES = {row.kernel: row for row in (
     Exercise("rope_backward", "rope_backward1", "a rotation's gradient is the rotation back",
              "a pair",
              ("To turn back, turn by minus the angle: only the sign of sin changes.",
-              "The rest is as in rope_forward."),
-             checks=TURNS, axes="b t head c", shapes=ROPE),
+              "The rest is as in rope_forward."), checks=TURNS, axes="b t head c", shapes=ROPE),
     Exercise("adamw", "adamw2", "an update of many arrays in one pass", "a number",
              ("settings is a struct in device memory: AdamW a = *settings, then a.learning_rate, "
               "a.rate1, and so on.",
@@ -236,14 +222,12 @@ EXERCISES = {row.kernel: row for row in (
               "With one warp per row, each thread adds every 32nd number: for (int c = lane; c < "
               "C; c += 32)."),
              f"{NUMBERS} {WARPS} math", rows=("residual", "out rstd", "deviation")),
-    Exercise("layernorm_forward", "layernorm_forward1", "two sums over a row, and a difference "
-             "that may cancel",
-             "a row",
+    Exercise("layernorm_forward", "layernorm_forward1",
+             "two sums over a row, and a difference that may cancel", "a row",
              ("First the mean, then the average of (x - mean)^2: the average of x^2 minus mean^2 "
               "would cancel.",
               "With one warp per row, each thread adds every 32nd number: for (int c = lane; c < "
-              "C; c += 32)."),
-             f"{NUMBERS} {WARPS} {BLOCKS} math",
+              "C; c += 32)."), f"{NUMBERS} {WARPS} {BLOCKS} math",
              rows=("residual", "out mean rstd copy", "deviation")),
     Exercise("fused_residual_forward", "fused_residual_forward2", "two kernels in one: the row is "
              "read once", "a row",
@@ -263,20 +247,17 @@ EXERCISES = {row.kernel: row for row in (
               "Read the target's logit before you overwrite it."), f"{NUMBERS} {WARPS} {BLOCKS} "
              "math",
              rows=("logits", "logits losses", "range"), padded="logits"),
-    Exercise("global_norm", "global_norm2", "a sum over everything, by one block and its shared "
-             "memory",
-             "the whole sum", ("There is one block. Each of its threads adds every blockDim.x-th "
-                               "square.",
+    Exercise("global_norm", "global_norm2",
+             "a sum over everything, by one block and its shared memory", "the whole sum",
+             ("There is one block. Each of its threads adds every blockDim.x-th square.",
               "block_reduce adds up the sums of the threads. One of them stores the root."),
              "block_sum shared math", items="1", args="norm grads n", zeroed="norm",
              shapes=dict(norm="1")),
-    Exercise("matmul_forward", "matmul_forward1", "a matrix product, first naive and then in tiles "
-             "of shared memory",
-             "a number of out", ("A thread takes the row n = i / OC of inp and the row oc = i % OC "
-                                 "of weight.",
-                                 "For tiles write BLOCK(1024, 32, 32): then blockIdx.x counts "
-                                 "tiles of columns, and blockIdx.y tiles of rows."),
-             NUMBERS + " shared", plane="OC, N"),
+    Exercise("matmul_forward", "matmul_forward1",
+             "a matrix product, first naive and then in tiles of shared memory", "a number of out",
+             ("A thread takes the row n = i / OC of inp and the row oc = i % OC of weight.",
+              "For tiles write BLOCK(1024, 32, 32): then blockIdx.x counts tiles of columns, and "
+              "blockIdx.y tiles of rows."), NUMBERS + " shared", plane="OC, N"),
     Exercise("repeat_kv_backward", "repeat_kv_backward2", "a sum over copies, without atomics",
              "a number of dinp",
              ("A thread takes a number of dinp and adds up its copies in dout.",
@@ -293,14 +274,12 @@ EXERCISES = {row.kernel: row for row in (
               "* x)).",
               "Every row adds a term to dweight[c]: atomicAdd."), f"{NUMBERS} {WARPS} atomicAdd",
              rows=("inp", "dinp", "deviation")),
-    Exercise("layernorm_backward", "layernorm_backward1", "three gradients, of which two are sums "
-             "over rows",
-             "a row",
+    Exercise("layernorm_backward", "layernorm_backward1",
+             "three gradients, of which two are sums over rows", "a row",
              ("With norm = (x - mean) * rstd and dnorm = dout * weight, the input's gradient is "
               "rstd * (dnorm - average of dnorm - norm * average of (dnorm * norm)).",
-              "Every row adds a term to dweight, dbias and before: atomicAdd. before gets the new "
-              "dresidual."),
-             f"{NUMBERS} {WARPS} atomicAdd",
+              "Every row adds a term to dweight, dbias and before: atomicAdd. before gets the "
+              "new dresidual."), f"{NUMBERS} {WARPS} atomicAdd",
              rows=("inp", "dresidual", "deviation")),
     Exercise("relu_attention_forward", "relu_attention_forward1", "attention's two products, "
              "without the softmax",
@@ -320,9 +299,8 @@ EXERCISES = {row.kernel: row for row in (
              ("att (B,NH,T,T) is scratch memory for your weights: row i belongs to item i.",
               "Without it: keep the largest score so far, and scale down your sums when it grows."),
              f"{NUMBERS} {WARPS} {BLOCKS} math", axes="b t h c", note=ATTEND, shapes=QKV),
-    Exercise("gqa_forward", "gqa_forward1", "Llama's attention: query heads that share keys and "
-             "values",
-             "a query: one (b, h, t)",
+    Exercise("gqa_forward", "gqa_forward1",
+             "Llama's attention: query heads that share keys and values", "a query: one (b, h, t)",
              ("Head h reads the key head h / (NH / NKV).",
               "Keep the largest score so far, and scale down your sums when it grows."),
              f"{NUMBERS} {WARPS} {BLOCKS} math", axes="b t h c", note=ATTEND,

@@ -149,6 +149,26 @@ def check_refusal(name, wish, function, *args):
     check(f"{name}: {wish}", message and re.fullmatch(f".*{wish}.*", message), message)
 
 
+def check_bad_files(name, path, cases, function, *args):
+    """Check that a call is refused in one line that names the file, for each (what the line says,
+    the file's bytes, or None: it is not there). The file is then as before."""
+    before = path.read_bytes() if path.exists() else None
+    for wish, content in (*cases, (None, before)):
+        path.write_bytes(content or b"")
+        if content is None:
+            path.unlink()
+        if wish:
+            check_refusal(name, f"{re.escape(str(path))}: .*{wish}", function, *args)
+
+
+def with_numbers(content, **change):
+    """A file's bytes with other 32-bit numbers: _1=5 makes the second one 5."""
+    ints = np.frombuffer(content, "<i4").copy()
+    for place, value in change.items():
+        ints[int(place[1:])] = value
+    return ints.tobytes()
+
+
 def header_refusal(found, *kinds):
     """The message (a regular expression) about a file whose first two numbers fit none of these
     kinds."""

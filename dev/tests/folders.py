@@ -3,9 +3,11 @@ import json
 
 import numpy as np
 
+from dev.common.bf16 import to_bf16
 from dev.data.vocabulary import PRINTING
+from dev.tests.checks import check, check_refusal
 from prepro_tinyshakespeare import END_OF_TEXT, EOT
-from train_gpt2 import BF16
+from train_gpt2 import BF16, to_float
 
 # The names of types in safetensors.
 LIBRARY = {BF16: "bfloat16", np.float32: "float32", np.float16: "float16"}
@@ -29,6 +31,30 @@ def write_folder(folder, tensors, config, files=1):
     if files > 1:
         (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {},
                                                                          "weight_map": place}))
+
+
+def check_bad_folders(folder, tensors, config, cases, function, target):
+    """Check that function(source, target) refuses folders: (what it says, changes of config.json,
+    changes of the tensors); what becomes None is left out."""
+    for i, (wish, change, *more) in enumerate(cases):
+        source, found = folder / f"case{i}", tensors | (more[0] if more else {})
+        write_folder(source, *({name: value for name, value in table.items() if value is not None}
+                               for table in (found, config | change)))
+        check_refusal("folder", wish, function, str(source), target)
+
+
+def check_types(folder, cases, random_tensors, config, convert, expected):
+    """Check convert(source, target, asked), which rounds to bf16 if asked for, and keeps numbers as
+    they are in fp32. cases: (type of a folder's tensors, asked, type of the checkpoint's)."""
+    for i, (stored, asked, made) in enumerate(cases):
+        tensors, source, path = random_tensors(stored), folder / f"source{i}", folder / f"{i}.bin"
+        write_folder(source, tensors, config)
+        convert(str(source), str(path), asked)
+        values = {name: array.astype(np.float32) if stored == np.float16 else to_float(array)
+                  for name, array in tensors.items()}
+        if made == BF16:
+            values = {name: to_bf16(array) for name, array in values.items()}
+        check(f"{LIBRARY[stored]} to {LIBRARY[made]}", path.read_bytes() == expected(values, made))
 
 
 def read_folder(folder):

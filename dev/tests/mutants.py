@@ -25,13 +25,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from dev.common.cuda_source import without_comments
-from dev.tests.mutant_table import (AS_HOPPER, BARRIERS, BOXES, FP8, FP8_OUTPUT, FUSED_TESTS,
-                                    KERNELS, LLAMA, MOMENTS, OUT_OF_BOUNDS, OUTLIERS, RECOMPUTE,
-                                    RECOMPUTE_LLAMA, SUMS, TABLE, TILES, UNSEEN, Mutant)
+from dev.features.order import SOURCES
+from dev.tests.mutant_table import (AS_HOPPER, BARRIERS, FP8, FP8_OUTPUT, FUSED_TESTS, KERNELS,
+                                    LLAMA, OUT_OF_BOUNDS, SUMS, TABLE, TILES, UNSEEN, Mutant)
 from prepro_tinyshakespeare import UserError, run_main
 
 TOP = Path(__file__).resolve().parents[2]
 
+LAB = "dev/lab/kernels"
+# Files whose barriers are taken away in tests of their own, if at all.
+OWN_TESTS = ("attention_five.cu", "gelu_products.cu", "hopper.cuh", "fused_biases.cu",
+             "label_smoothing.cu")
 BARRIER = re.compile(r"__sync(threads|warp)\(\);")
 DEFINITION = re.compile(r"^(?:extern \"C\" )?(?:__global__|__device__)[^;{]*?(\w+)\(", re.M)
 
@@ -39,10 +43,10 @@ DEFINITION = re.compile(r"^(?:extern \"C\" )?(?:__global__|__device__)[^;{]*?(\w
 def barriers(every=False):
     """A Mutant for each barrier in the .cu files that is not in UNSEEN, or for every one. Its kind
     has the barrier's number in its function."""
-    files = [KERNELS, LLAMA, MOMENTS, OUTLIERS, FP8, FP8_OUTPUT, TILES,
-             *(f"dev/lab/kernels/{path.name}"
-               for path in sorted((TOP / "dev/lab/kernels").glob("*.cu")))]
-    for file in files:
+    for file in (KERNELS, LLAMA, *(str(path.relative_to(TOP)) for path in (
+            *SOURCES, TOP / FP8_OUTPUT, TOP / TILES, *sorted((TOP / LAB).glob("*.cu"))))):
+        if Path(file).name in OWN_TESTS:
+            continue
         text = code_of((TOP / file).read_text(encoding="utf-8"))
         starts = [(found.start(), found[1]) for found in DEFINITION.finditer(text)]
         counts = {}
@@ -50,7 +54,7 @@ def barriers(every=False):
             function = [name for start, name in starts if start < found.start()][-1]
             counts[function] = number = counts.get(function, 0) + 1
             if every or (function, number) not in UNSEEN:
-                shared = file in (KERNELS, LLAMA, TILES, OUTLIERS, FP8, FP8_OUTPUT)
+                shared = not file.startswith(LAB)
                 if shared and function not in BARRIERS:
                     raise UserError(f"{file}: {function} has a barrier; add it to BARRIERS in "
                                     "mutant_table.py")
@@ -158,8 +162,7 @@ class Copy:
                 "g++", "-print-file-name=libasan.so"], capture_output=True, text=True).stdout
             environment |= {"CXXFLAGS": "-O1 -fsanitize=address", "LD_PRELOAD": library.strip(),
                             "ASAN_OPTIONS": "detect_leaks=0"}
-        trainers = KERNELS, LLAMA, MOMENTS, OUTLIERS, BOXES, RECOMPUTE, RECOMPUTE_LLAMA
-        whose = "trainer" if file in trainers else "all"
+        whose = "all" if file.startswith("dev/lab/") else "trainer"
         command = [sys.executable, "-m", "dev.tests.mutants", kernel, "--check-here", dtype, whose]
         test = "test_fp8" if dtype == "fp8" else "test_ranks" if file == SUMS else (
             "test_fused_biases" if kernel in FUSED_TESTS else None)

@@ -5,14 +5,18 @@ import re
 import struct
 
 from dev.common.cache import read_cache, write_cache
+from dev.features.order import SOURCES
 
-# Those that a tree has.
-KERNELS = "kernels.cu", "llama3.cu", "moments.cu", "fused_biases.cu", "fp8.cu"
+# Of these a tree may have some. The last ones are for FP8 only, and for Hopper only.
+KERNELS = ["kernels.cu", "llama3.cu", *(path.name for path in SOURCES
+                                        if path.parent.name not in ("fp8", "hopper"))]
+FP8, HOPPER = ([path.name for path in SOURCES if path.parent.name == name]
+               for name in ("fp8", "hopper"))
 # The host passes -DHOPPER and -DOUTPUT since 465c5e5; before that kernels.cu knew by itself.
-CODE = [("sm_80", "BF16", 768, 64, KERNELS[:3]), ("sm_80", "FP32", 768, 64, KERNELS[:3]),
-        ("sm_90a", "BF16 -DHOPPER", 768, 64, KERNELS[:3]), ("sm_90a", "FP32", 768, 64, KERNELS[:3]),
-        ("sm_90a", "FP8 -DBF16 -DHOPPER -DOUTPUT=<fp8_output.cuh>", 768, 64, KERNELS),
-        ("sm_90a", "BF16 -DHOPPER", 1024, 128, KERNELS[:2])]
+CODE = [("sm_80", "BF16", 768, 64, KERNELS), ("sm_80", "FP32", 768, 64, KERNELS),
+        ("sm_90a", "BF16 -DHOPPER", 768, 64, KERNELS), ("sm_90a", "FP32", 768, 64, KERNELS),
+        ("sm_90a", "FP8 -DBF16 -DHOPPER -DOUTPUT=<fp8_output.cuh>", 768, 64, [*KERNELS, *FP8]),
+        ("sm_90a", "BF16 -DHOPPER", 1024, 128, [*KERNELS[:2], *HOPPER])]
 OPTIONS = "-arch={} -std=c++17 -D{} -DCHANNELS={} -DHS={}"
 
 
@@ -52,7 +56,7 @@ def code_of(job):
 def texts(tree):
     """(the text to compile, {name: text} of headers) of each row of CODE, from the files that the
     tree has."""
-    paths = {name: [*tree.rglob(name)][:1] for name in KERNELS}
+    paths = {name: [*tree.rglob(name)][:1] for row in CODE for name in row[4]}
     headers = {path.name: path.read_text("utf-8") for path in tree.rglob("*.cuh")}
     return [("".join(path.read_text("utf-8") for name in row[4] for path in paths[name]), headers)
             for row in CODE]

@@ -15,27 +15,21 @@ __device__ float slowest(float x) {
     return x;
 }
 """
-INCLUDES = "\n".join(
-    f"#include <{name}>"
-    for name in (
-        "cuda_bf16.h",
-        "cuda_fp16.h",
-        "math.h",
-        "cstdint",
-        "stdio.h",
-        "assert.h",
-        "float.h",
-        "limits.h",
-        "cuda_runtime.h",
-    )
-)
+INCLUDES = "\n".join(f"#include <{name}>" for name in (
+    "cuda_bf16.h", "cuda_fp16.h", "math.h", "cstdint", "stdio.h", "assert.h", "float.h", "limits.h",
+    "cuda_runtime.h"))
+
+
+def of_files(*paths):
+    """A config whose kernels are in these files alone."""
+    return type("Kernels", (Config,), dict(SOURCES=paths))()
 
 
 def built(device_name, folder, text):
     """A device with the kernels of a student's text."""
     path = folder / "words.cu"
     path.write_text(text if device_name != "cuda" else for_gpu(text))
-    kernels = type("Kernels", (Config,), dict(SOURCES=(path,)))()
+    kernels = of_files(path)
     if device_name != "cuda":
         return Emulated("fp32", kernels, students=[path])
     return make_device(device_name, "fp32", kernels, plain=True)
@@ -43,12 +37,8 @@ def built(device_name, folder, text):
 
 def launch(device, name, items, *args, **sizes):
     """Launch with arrays of NumPy. Returns what they are afterwards."""
-    there = [
-        device.empty(arg.nbytes).view(arg.dtype).reshape(arg.shape)
-        if isinstance(arg, np.ndarray)
-        else arg
-        for arg in args
-    ]
+    there = [device.empty(arg.nbytes).view(arg.dtype).reshape(arg.shape)
+             if isinstance(arg, np.ndarray) else arg for arg in args]
     for array, arg in zip(there, args):
         if isinstance(arg, np.ndarray):
             device.put(array, arg)
@@ -57,7 +47,21 @@ def launch(device, name, items, *args, **sizes):
 
 
 def kernel(name, parameters, body, threads=64):
-    return (
-        f'BLOCK({threads}, threads)\nextern "C" __global__ void {name}({parameters}) {{\n'
-        f"    [[maybe_unused]] int t = threadIdx.x, i = blockIdx.x * blockDim.x + t;\n{body}}}\n"
-    )
+    return (f'BLOCK({threads}, threads)\nextern "C" __global__ void {name}({parameters}) {{\n'
+            "    [[maybe_unused]] int t = threadIdx.x, i = blockIdx.x * blockDim.x + t;\n"
+            f"{body}}}\n")
+
+
+def numbered(path, head, bodies):
+    """Write kernels named kernel0, kernel1 .. for blocks of 64 threads. Returns their config, and
+    the lines of each that end in //!."""
+    text, marked = head, []
+    for number, body in enumerate(bodies):
+        text += (f'BLOCK(64, threads)\nextern "C" __global__ void kernel{number}('
+                 "float* out, float* inp, int* counter, half* low) {\n    [[maybe_unused]] int "
+                 "t = threadIdx.x, b = blockIdx.x, i = 64 * b + t;")
+        marked.append({text.count("\n") + j + 1 for j, line in enumerate(body.split("\n"))
+                       if line.endswith("//!")})
+        text += f"{body}}}\n"
+    path.write_text(text)
+    return of_files(path), marked

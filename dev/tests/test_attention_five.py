@@ -19,7 +19,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from dev.bench import time_five
+from dev.bench import time_kernels
 from dev.common import gpus
 from dev.common.bf16 import to_bf16
 from dev.features.fp8.fp8 import fp8_device
@@ -72,7 +72,7 @@ def runs_on(device_name):
 def test_results(device_name):
     """dqkv and its sums, at odd sizes, with heads that share keys, with ReLU and with huge
     scores."""
-    for text in time_five.CHECKS:
+    for text in time_kernels.FIVE_CHECKS:
         check(f"five products {text}", *checked(device_name, text))
     for text in ("B=2,T=300,NH=3,NKV=3", "B=3,T=260,NH=4,NKV=2"):  # with several sections of heads
         check(f"five products, 4 heads at once, {text}", *checked(device_name, text, "AT_ONCE=4"))
@@ -81,26 +81,26 @@ def test_results(device_name):
 def checked(device_name, text, *defined):
     """(whether five products are right at a size, what is said)."""
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        wrong = time_five.check(time_five.make_for(device_name, text, *defined), text,
-                                time_five.VERSIONS[:1])
+        device = time_kernels.make_five_for(device_name, text, *defined)
+        wrong = time_kernels.check_five(device, text, time_kernels.VERSIONS[:1])
     return not wrong, said.getvalue().strip().rpartition("products: ")[2]
 
 
 def test_bits(device_name):
     """Two runs give the same bits, on a GPU in which blocks of many heads wait for each other."""
     if device_name == "cuda":
-        device = time_five.make("cuda")
+        device = time_kernels.make_five("cuda")
         with device.cupy.cuda.Stream(non_blocking=True):
-            said = time_five.same(time_five.filled_bench(device, "B=4,T=1000,NH=16,NKV=16"))
+            said = time_kernels.same(time_kernels.filled_bench(device, "B=4,T=1000,NH=16,NKV=16"))
         check("the same bits ten times", said.startswith("the same"), said)
 
 
 def test_model(device_name):
     """A model with this feature has the gradient that the plain one has, for batches of two
     shapes."""
-    device, found = time_five.make(device_name), []
+    device, found = time_kernels.make_five(device_name), []
     for kind in (GPT2, type("Five", (FiveProducts, GPT2), {})):
-        of_model = kind(time_five.Config128(maxT=300, V=50, Vp=64, L=1, NH=2, C=256), device, 2,
+        of_model = kind(time_kernels.Config128(maxT=300, V=50, Vp=64, L=1, NH=2, C=256), device, 2,
                         300)
         launched, results, draw = [], [], np.random.default_rng(1)
         with noted(device, launched):
@@ -141,7 +141,7 @@ def test_in_fp8(device_name):
     products give."""
     found = []
     for kind in (GPT2, type("GPT2", (FiveProducts, GPT2), {})):
-        device = fp8_device(device_name, time_five.Config128(C=256, NH=2), graph=False,
+        device = fp8_device(device_name, time_kernels.Config128(C=256, NH=2), graph=False,
                             beside=attention_five.SOURCES)
         device.architecture, SMALL_MODEL[kind] = kind, SMALL_MODEL[GPT2]
         model, launched = poisoned_model(device, 1, 70, fp8="all", L=1, C=256, NH=2), []
@@ -207,10 +207,11 @@ def plant(i):
     what, right, wrong = PLANTED[i]
     text = attention_five.SOURCE.read_text("utf-8")
     assert not right or text.count(right) == 1, f"{right!r} is there {text.count(right)} times"
-    sizes, flags = (([A_SIZE], RACES)
-                    if what in (A_RACE, NO_FENCE) else ([A_SIZE, *time_five.CHECKS], AS_HOPPER))
+    sizes, flags = [A_SIZE, *time_kernels.FIVE_CHECKS], AS_HOPPER
+    if what in (A_RACE, NO_FENCE):
+        sizes, flags = [A_SIZE], RACES
     with (tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, CXXFLAGS=flags),
-          mock.patch.object(time_five, "SOURCES", (
+          mock.patch.object(time_kernels, "FIVE", (
               attention_five.SOURCES[0], Path(folder) / "attention_five.cu"))):
-        time_five.SOURCES[1].write_text(text.replace(right, wrong) if right else text, "utf-8")
+        time_kernels.FIVE[1].write_text(text.replace(right, wrong) if right else text, "utf-8")
         return 0 if all(checked("emulated", text, "AT_ONCE=4")[0] for text in sizes) else NOTICED

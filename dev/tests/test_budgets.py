@@ -11,9 +11,8 @@ import tempfile
 from itertools import pairwise
 from pathlib import Path
 
-from dev.tests.checks import EXACT, check, fast
+from dev.tests.checks import EXACT, TOP, check, fast
 
-TOP = Path(__file__).resolve().parents[2]
 FEATURE = re.compile(
     "fp8|zero.?1|recompute|replay|hellaswag|nvtx|llama|tensor.?map|smoothing|checkpoint.every",
     re.I)

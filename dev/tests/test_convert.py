@@ -5,6 +5,7 @@ dev/tests/test_convert_llama3.py tests it on Llama 3, dev/tests/test_hf_tokenize
 of a folder. This needs safetensors and huggingface_hub.
 """
 import contextlib
+import functools
 import io
 import json
 from unittest import mock
@@ -15,9 +16,10 @@ from dev.common.bf16 import to_bf16
 from dev.common.config import Config, read_parameters
 from dev.features.seams import GPT2
 from dev.llama3.train_llama3 import Config3
-from dev.tests.checks import TINY, check, check_refusal, fast, header_refusal
+from dev.tests.checks import (
+    TINY, check, check_bad_files, check_refusal, fast, header_refusal, with_numbers)
 from dev.tests.fake_hub import a_hub, downloaded, hub_set, serve
-from dev.tests.folders import LIBRARY, read_folder, write_folder
+from dev.tests.folders import LIBRARY, check_bad_folders, check_types, read_folder, write_folder
 from dev.tests.models import FIXTURES, LIMITS, device_of
 from dev.tools import convert, hf_config
 from train_gpt2 import BF16, to_float
@@ -168,18 +170,11 @@ def test_round_trips(folder):
 @fast
 def test_other_types(folder):
     """Numbers are rounded to bf16 if asked for; fp32 keeps them as they are."""
-    for i, (stored, asked, made) in enumerate(((np.float32, "bf16", BF16),
-                                               (BF16, "fp32", np.float32),
-                                               (np.float16, None, np.float32))):
-        tensors, source, path = random_tensors(stored), folder / f"source{i}", folder / f"{i}.bin"
-        write_folder(source, tensors, CONFIG)
-        quietly(convert.main, [str(source), str(path), *(["--dtype", asked] if asked else [])])
-        values = {name: array.astype(np.float32) if stored == np.float16 else to_float(array)
-                  for name, array in tensors.items()}
-        if made == BF16:
-            values = {name: to_bf16(array) for name, array in values.items()}
-        check(f"{LIBRARY[stored]} to {LIBRARY[made]}",
-              path.read_bytes() == expected_checkpoint(values, made))
+    def main(source, target, asked):
+        quietly(convert.main, [source, target, *(["--dtype", asked] if asked else [])])
+
+    cases = (np.float32, "bf16", BF16), (BF16, "fp32", np.float32), (np.float16, None, np.float32)
+    check_types(folder, cases, random_tensors, CONFIG, main, expected_checkpoint)
     one = random_tensors(BF16) | {"wpe.weight": random_tensors(np.float32)["wpe.weight"]}
     write_folder(folder / "mixed", one, CONFIG)
     convert.folder_to_checkpoint(str(folder / "mixed"), folder / "mixed.bin")
@@ -292,67 +287,44 @@ def test_refusals(folder):
         ("lm_head.weight differs", {}, {"lm_head.weight": head[:-1]}),
         ("lm_head.weight differs", {},
          {"lm_head.weight": to_bf16(head), "wte.weight": to_bf16(head).view(np.float16)})]
-    for i, (wish, change, *more) in enumerate(cases):
-        source, found = folder / f"case{i}", tensors | (more[0] if more else {})
-        write_folder(source, {name: array for name, array in found.items() if array is not None},
-                     {name: value for name, value in (CONFIG | change).items()
-                      if value is not None})
-        check_refusal("folder", wish, convert.folder_to_checkpoint, str(source), target)
+    check_bad_folders(folder, tensors, CONFIG, cases,
+                      convert.folder_to_checkpoint, target)
     source = folder / "good"
     write_folder(source, tensors, CONFIG, 2)
     weights, index = sorted(source.glob("model-*"))[1], source / "model.safetensors.index.json"
     content = weights.read_bytes()
     eight = lambda count: np.uint64(count).tobytes()
-    for wish, bad in (("truncated", content[:-1]), ("of type F64; expected BF16, F32, F16",
-                                                    content.replace(b'"F32"', b'"F64"')),
-                      *(("no safetensors file", bad) for bad in (
-                          content[:7], b"", b"\xff" * 100, eight(4) + b"[]  ",
-                          eight(99999) + b"[" * 99999)),
-                      ("could not be read", None)):
-        weights.write_bytes(bad or b"")
-        if bad is None:
-            weights.unlink()
-        check_refusal("weights", f"{weights}: .*{wish}", convert.folder_to_checkpoint, str(source),
-                      target)
-    weights.write_bytes(content)
-    for wish, text in (("expected a weight_map", b"{}"),
-                       ("expected a weight_map", b'{"weight_map": ["a"]}'),
-                       ("expected a weight_map", b'{"weight_map": {"a": 1}}'),
-                       ("is no JSON", b"\xff"),
-                       ("is no JSON", b"[" * 99999)):
-        index.write_bytes(text)
-        check_refusal("index", f"{index}: .*{wish}", convert.folder_to_checkpoint, str(source),
-                      target)
+    reading = convert.folder_to_checkpoint, str(source), target
+    check_bad_files("weights", weights, (
+        ("truncated", content[:-1]),
+        ("of type F64; expected BF16, F32, F16", content.replace(b'"F32"', b'"F64"')),
+        *(("no safetensors file", bad) for bad in (
+            content[:7], b"", b"\xff" * 100, eight(4) + b"[]  ", eight(99999) + b"[" * 99999)),
+        ("could not be read", None)), *reading)
+    check_bad_files("index", index, (
+        *(("expected a weight_map", bad)
+          for bad in (b"{}", b'{"weight_map": ["a"]}', b'{"weight_map": {"a": 1}}')),
+        ("is no JSON", b"\xff"), ("is no JSON", b"[" * 99999)), *reading)
     index.unlink()
     check_refusal("weights", "has no model.safetensors, nor model.safetensors.index.json; expected",
-                  convert.folder_to_checkpoint, str(source), target)
+                  *reading)
     check_refusal("folder", "there is no such folder; .* gpt2-xl", convert.folder_to_checkpoint,
                   "gpt2-tiny", target)
     check("what was there before is untouched", target.read_bytes() == b"an older file")
 
     good = expected_checkpoint(tensors, np.float32)
-    def header(**change):
-        ints = np.frombuffer(good, "<i4").copy()
-        for i, value in change.items():
-            ints[int(i[1:])] = value
-        return ints.tobytes()
-
-    for wish, bad in ((header_refusal((5, 3), Config.FILE, Config3.FILE), header(_0=5)),
-                      (header_refusal((20240326, 4), Config.FILE, Config3.FILE), header(_1=4)),
-                      ("2,516,991 bytes; expected 2,516,992", good[:-1]),
-                      ("2,516,993 bytes; expected 2,516,992", good + b"1"),
-                      ("its header of 1000 bytes .*expected 1024", good[:1000]),
-                      ("V not to exceed Vp", header(_3=257)),
-                      ("C to be divisible by NH", header(_5=3)),
-                      ("wte has other numbers than zeros below its V = 130 words",
-                       header(_3=V - 1)),
-                      (r"wte has other numbers .* V = 131", header(**{f"_{256 + V * C + 1}": 1})),
-                      ("could not be read", None)):
-        (folder / "bad.bin").write_bytes(bad or b"")
-        if bad is None:
-            (folder / "bad.bin").unlink()
-        check_refusal("checkpoint", f"bad.bin: .*{wish}", convert.checkpoint_to_folder,
-                      folder / "bad.bin", folder / "new")
+    header = functools.partial(with_numbers, good)
+    check_bad_files("checkpoint", folder / "bad.bin", (
+        (header_refusal((5, 3), Config.FILE, Config3.FILE), header(_0=5)),
+        (header_refusal((20240326, 4), Config.FILE, Config3.FILE), header(_1=4)),
+        ("2,516,991 bytes; expected 2,516,992", good[:-1]),
+        ("2,516,993 bytes; expected 2,516,992", good + b"1"),
+        ("its header of 1000 bytes .*expected 1024", good[:1000]),
+        ("V not to exceed Vp", header(_3=257)), ("C to be divisible by NH", header(_5=3)),
+        ("wte has other numbers than zeros below its V = 130 words", header(_3=V - 1)),
+        (r"wte has other numbers .* V = 131", header(**{f"_{256 + V * C + 1}": 1})),
+        ("could not be read", None)), convert.checkpoint_to_folder, folder / "bad.bin",
+        folder / "new")
     check("no folder was written", not (folder / "new").exists())
     (folder / "good.bin").write_bytes(good)
     (source / "model.safetensors").touch()

@@ -1,6 +1,7 @@
 """Test dev/tools/convert.py: folders that the safetensors library writes, and checkpoints that are
 put together here.
 """
+import functools
 import json
 import sys
 from unittest import mock
@@ -10,8 +11,9 @@ import numpy as np
 from dev.common.bf16 import to_bf16
 from dev.common.config import Config
 from dev.llama3.train_llama3 import Config3
-from dev.tests.checks import EXACT, check, check_refusal, fast, header_refusal
-from dev.tests.folders import LIBRARY, read_folder, write_folder
+from dev.tests.checks import (
+    EXACT, check, check_bad_files, check_refusal, fast, header_refusal, with_numbers)
+from dev.tests.folders import LIBRARY, check_bad_folders, check_types, read_folder, write_folder
 from dev.tests.models import FIXTURES
 from dev.tools import convert, hf_config
 from train_gpt2 import BF16, HEADER_BYTES, to_float
@@ -178,19 +180,10 @@ def same_bytes(folder):
 @fast
 def test_other_types(folder):
     """Numbers are rounded to bf16 where it is asked for, and become fp32 as they are."""
-    for i, (stored, asked, made) in enumerate(((np.float32, BF16, BF16),
-                                               (BF16, np.float32, np.float32),
-                                               (np.float16, None, np.float32),
-                                               (np.float16, BF16, BF16))):
-        tensors, source, path = random_tensors(stored), folder / f"source{i}", folder / f"{i}.bin"
-        write_folder(source, tensors, CONFIG)
-        convert.folder_to_checkpoint(str(source), path, asked)
-        values = {name: array.astype(np.float32) if stored == np.float16 else to_float(array)
-                  for name, array in tensors.items()}
-        if made == BF16:
-            values = {name: to_bf16(array) for name, array in values.items()}
-        check(f"{LIBRARY[stored]} to {LIBRARY[made]}",
-              path.read_bytes() == expected_checkpoint(values, made))
+    cases = ((np.float32, BF16, BF16), (BF16, np.float32, np.float32),
+             (np.float16, None, np.float32), (np.float16, BF16, BF16))
+    check_types(folder, cases, random_tensors, CONFIG, convert.folder_to_checkpoint,
+                expected_checkpoint)
     convert.checkpoint_to_folder(folder / "0.bin", folder / "back", np.float32)
     found = read_folder(folder / "back")["model.norm.weight"]
     rounded = to_float(to_bf16(random_tensors(np.float32)["model.norm.weight"]))
@@ -268,34 +261,21 @@ def test_refusals(folder):
         (f"have no {q}", {}, {q: None}), ("have no lm_head.weight", {}, {"lm_head.weight": None}),
         ("q_proj.bias is no tensor of Llama 3", {},
          {q.replace("weight", "bias"): np.zeros(C, np.float32)})]
-    for i, (wish, change, *tensors) in enumerate(cases):
-        source, found = (folder / f"case{i}",
-                         random_tensors(np.float32) | (tensors[0] if tensors else {}))
-        write_folder(source, {name: array for name, array in found.items() if array is not None},
-                     {name: value for name, value in (CONFIG | change).items()
-                      if value is not None})
-        check_refusal("folder", wish, convert.folder_to_checkpoint, str(source), target)
+    check_bad_folders(folder, random_tensors(np.float32), CONFIG, cases,
+                      convert.folder_to_checkpoint, target)
     source = folder / "good"
     write_folder(source, random_tensors(np.float32), CONFIG, 2)
     weights = sorted(source.glob("model-*"))[1]
     content = weights.read_bytes()
-    for wish, bad in (("truncated", content[:-1]), ("no safetensors file", content[:7]),
-                      ("no safetensors file", b""),
-                      ("no safetensors file", b"\xff" * 100),
-                      ("of type F64; expected BF16, F32, F16", content.replace(b'"F32"', b'"F64"')),
-                      ("could not be read", None)):
-        weights.write_bytes(bad or b"")
-        if bad is None:
-            weights.unlink()
-        check_refusal("weights", f"{weights}: .*{wish}", convert.folder_to_checkpoint, str(source),
-                      target)
-    weights.write_bytes(content)
-    for wish, text in (("is no JSON", "{"), ("expected an object, found a list",
-                                             "[]"), ("could not be read", None)):
-        (source / "config.json").write_text(text or "")
-        if text is None:
-            (source / "config.json").unlink()
-        check_refusal("config.json", wish, convert.folder_to_checkpoint, str(source), target)
+    reading = convert.folder_to_checkpoint, str(source), target
+    check_bad_files("weights", weights, (
+        ("truncated", content[:-1]), ("no safetensors file", content[:7]),
+        ("no safetensors file", b""), ("no safetensors file", b"\xff" * 100),
+        ("of type F64; expected BF16, F32, F16", content.replace(b'"F32"', b'"F64"')),
+        ("could not be read", None)), *reading)
+    check_bad_files("config.json", source / "config.json", (
+        ("is no JSON", b"{"), ("expected an object, found a list", b"[]"),
+        ("could not be read", None)), *reading)
     check("what was there before is untouched", target.read_bytes() == b"an older file")
     check_refusal("folder", "there is no such folder; expected one", convert.folder_to_checkpoint,
                   "absent", target)
@@ -305,28 +285,20 @@ def test_refusals(folder):
                       "meta-llama/Llama", target)
 
     good = (FIXTURES / "llama_gqa.bin").read_bytes()
-    def header(**change):
-        ints = np.frombuffer(good, "<i4").copy()
-        for index, value in change.items():
-            ints[int(index[1:])] = value
-        return ints.tobytes()
-
-    for wish, content in (("is a debug state of GPT-2, .*; expected a GPT-2 checkpoint or a Llama "
-                           "3 checkpoint: ",
-                           (FIXTURES / "gpt2_tiny_debug_state.bin").read_bytes()),
-                          ("sizes from 1", (FIXTURES / "llama_gqa_debug_state.bin").read_bytes()),
-                          ("719,359 bytes; expected 719,360", good[:-1]),
-                          ("719,361 bytes; expected 719,360", good + b"1"),
-                          ("719,360 bytes; expected 360,704", header(_1=5)),
-                          ("truncated within its second header", good[:HEADER_BYTES + 11]),
-                          ("NH to be divisible by NKV", header(_6=4)),
-                          ("C to be divisible by NH", header(_7=80)),
-                          ("H, by ffn", header(_8=0)), ("H, by ffn", header(_256=0)),
-                          ("719,360 bytes; expected 720,128", header(_3=332)),
-                          (header_refusal((20240803, 9), Config.FILE, Config3.FILE), header(_1=9))):
-        (folder / "bad.bin").write_bytes(content)
-        check_refusal("checkpoint", f"bad.bin: .*{wish}", convert.checkpoint_to_folder,
-                      folder / "bad.bin", folder / "new")
+    header = functools.partial(with_numbers, good)
+    check_bad_files("checkpoint", folder / "bad.bin", (
+        ("is a debug state of GPT-2, .*; expected a GPT-2 checkpoint or a Llama 3 checkpoint: ",
+         (FIXTURES / "gpt2_tiny_debug_state.bin").read_bytes()),
+        ("sizes from 1", (FIXTURES / "llama_gqa_debug_state.bin").read_bytes()),
+        ("719,359 bytes; expected 719,360", good[:-1]),
+        ("719,361 bytes; expected 719,360", good + b"1"),
+        ("719,360 bytes; expected 360,704", header(_1=5)),
+        ("truncated within its second header", good[:HEADER_BYTES + 11]),
+        ("NH to be divisible by NKV", header(_6=4)), ("C to be divisible by NH", header(_7=80)),
+        ("H, by ffn", header(_8=0)), ("H, by ffn", header(_256=0)),
+        ("719,360 bytes; expected 720,128", header(_3=332)),
+        (header_refusal((20240803, 9), Config.FILE, Config3.FILE), header(_1=9))),
+        convert.checkpoint_to_folder, folder / "bad.bin", folder / "new")
     check("no folder was written", not (folder / "new").exists())
     check_refusal("folder", "has weights in it already", convert.checkpoint_to_folder,
                   FIXTURES / "llama_gqa.bin", source)

@@ -1,8 +1,5 @@
 """Test --ema against the recurrence in NumPy, and runs that save the average and resume with it. On
 the CPU only."""
-import contextlib
-import tempfile
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,13 +12,12 @@ from dev.features.ema import SOURCE
 from dev.features.order import FLAGS as FEATURE_FLAGS, attach
 from dev.features.outliers import SOURCE as OUTLIERS
 from dev.features.seams import GPT2, Training
-from dev.tests.checks import EXACT, check
-from dev.tests.models import FIXTURES, model_class
-from dev.tests.trainings import call, check_resumed
-from prepro_tinyshakespeare import UserError, write_tokens
+from dev.tests.checks import EXACT, TINY, check
+from dev.tests.models import model_class
+from dev.tests.trainings import call, check_resumed, token_files
+from prepro_tinyshakespeare import UserError
 from train_gpt2 import pack_batch
 
-TINY = FIXTURES / "gpt2_tiny.bin"  # V = 331, L = 2, NH = 2, C = 64, maxT = 40
 CONFIG = Config(maxT=23, V=251, L=2, NH=2, C=64, Vp=263)
 
 
@@ -84,59 +80,53 @@ def names(output):
     return sorted(path.name for path in output.glob("*_0*"))
 
 
-def runs(dtype, *more):
+def runs(folder, dtype):
     """A run that stops and resumes leaves the same bytes; old averages are removed with their
     checkpoints."""
-    with tempfile.TemporaryDirectory() as folder:
-        folder = Path(folder)
-        with contextlib.redirect_stdout(None):
-            for part, count in (("train", 333), ("val", 100)):
-                tokens = np.random.default_rng(count).integers(257, size=count)
-                write_tokens(folder / f"{part}.bin", tokens.astype(np.int32))
-        whole, plain = folder / "whole", folder / "plain"
-        flags = ("-e", TINY, "-i", folder / "train.bin", "-j", folder / "val.bin", "-b", 2, "-t", 8,
-                 "-v", 0, "-s", 0, "-l", 1e-2, "--dtype", dtype, "-n", 2, *more)
-        text = train(whole, *flags, "-x", 4, "--ema", 0.75)
-        check("the arena is in the tables", "\naverage      | " in text)
-        parts, _ = check_resumed(dtype, whole, lambda copy: train(
-            copy, "-y", 1, "-v", 0, "-s", 0), 4)  # --ema keeps its value
-        same = ((whole / "ema_00000004.bin").read_bytes() ==
-                (parts / "ema_00000004.bin").read_bytes())
-        check(f"{dtype}: 4 steps and 2 + 2: the average", same)
-        model, ema = (whole / f"{name}_00000004.bin" for name in ("model", "ema"))
-        check("ema: another file", ema.read_bytes() != model.read_bytes())
-        check("ema: a checkpoint", Config.from_file(ema) == Config.from_file(model))
-        check("ema: fp32", ema.stat().st_size == 1024 + 4 * sum(
-            row.size for row in Config.from_file(ema).parameter_table()))
+    whole, plain = folder / f"{dtype} whole", folder / f"{dtype} plain"
+    flags = ("-e", TINY, "-i", folder / "part_train_0.bin", "-j", folder / "part_val_0.bin",
+             "-b", 2, "-t", 8, "-v", 0, "-s", 0, "-l", 1e-2, "--dtype", dtype, "-n", 2)
+    text = train(whole, *flags, "-x", 4, "--ema", 0.75)
+    check("the arena is in the tables", "\naverage      | " in text)
+    parts, _ = check_resumed(dtype, whole, lambda copy: train(
+        copy, "-y", 1, "-v", 0, "-s", 0), 4)  # --ema keeps its value
+    same = ((whole / "ema_00000004.bin").read_bytes() ==
+            (parts / "ema_00000004.bin").read_bytes())
+    check(f"{dtype}: 4 steps and 2 + 2: the average", same)
+    model, ema = (whole / f"{name}_00000004.bin" for name in ("model", "ema"))
+    check("ema: another file", ema.read_bytes() != model.read_bytes())
+    check("ema: a checkpoint", Config.from_file(ema) == Config.from_file(model))
+    check("ema: fp32", ema.stat().st_size == 1024 + 4 * sum(
+        row.size for row in Config.from_file(ema).parameter_table()))
 
-        (parts / "ema_00000004.bin").unlink()
-        text = train(parts, "-y", 1, "-x", 5, status=1)
-        check("a file is missing: an error", "ema_00000004.bin: is not there" in text)
-        train(plain, *flags, "-x", 4)
-        check("without --ema: no file", not [*plain.glob("ema*")])
-        same = model.read_bytes() == (plain / model.name).read_bytes()
-        check("without --ema: the same parameters", same)
-        state = (plain / "state_00000004_00000.bin").read_bytes()
-        # The average is the last parameters, or those of step 4.
-        decay = 0 if dtype == "fp32" else 0.9999999
-        text = train(plain, "-y", 1, "-x", 6, "-v", 0, "-s", 0, "--ema", decay, "-nk", 1)
-        check("begun later: a warning", "begins after step 4" in text)
-        left = ["DONE_00000006", "ema_00000006.bin", "model_00000006.bin", "run_00000000.json",
-                "run_00000006.json", "state_00000006_00000.bin"]
-        check("checkpoints before it are gone", names(plain) == left, names(plain))
-        found, begun = (np.frombuffer(data, "<f4") for data in (
-            (plain / "ema_00000006.bin").read_bytes()[1024:], state))
-        begun = begun[-len(found) :]
-        apart = np.linalg.norm(found - begun) / np.linalg.norm(begun)
-        check("begun later: with fp32 parameters", apart < 1e-6 or dtype == "fp32", f"{apart:.1e}")
-        if dtype == "fp32":
-            ema, model = (plain / f"{name}_00000006.bin" for name in ("ema", "model"))
-            check("D = 0: the parameters", ema.read_bytes() == model.read_bytes())
-            train(whole, "-y", 1, "-x", 6, "-v", 0, "-s", 0, "-nk", 1)
-            check("averages before it are gone", names(whole) == left, names(whole))
-            text = train(folder / "alone", *flags, "-n", 0, "-x", 2, "--ema", 0.5)
-            left = ["ema_00000002.bin", "model_00000002.bin", "run_00000000.json"]
-            check("no -n: at the end", names(folder / "alone") == left, names(folder / "alone"))
+    (parts / "ema_00000004.bin").unlink()
+    text = train(parts, "-y", 1, "-x", 5, status=1)
+    check("a file is missing: an error", "ema_00000004.bin: is not there" in text)
+    train(plain, *flags, "-x", 4)
+    check("without --ema: no file", not [*plain.glob("ema*")])
+    same = model.read_bytes() == (plain / model.name).read_bytes()
+    check("without --ema: the same parameters", same)
+    state = (plain / "state_00000004_00000.bin").read_bytes()
+    # The average is the last parameters, or those of step 4.
+    decay = 0 if dtype == "fp32" else 0.9999999
+    text = train(plain, "-y", 1, "-x", 6, "-v", 0, "-s", 0, "--ema", decay, "-nk", 1)
+    check("begun later: a warning", "begins after step 4" in text)
+    left = ["DONE_00000006", "ema_00000006.bin", "model_00000006.bin", "run_00000000.json",
+            "run_00000006.json", "state_00000006_00000.bin"]
+    check("checkpoints before it are gone", names(plain) == left, names(plain))
+    found, begun = (np.frombuffer(data, "<f4") for data in (
+        (plain / "ema_00000006.bin").read_bytes()[1024:], state))
+    begun = begun[-len(found) :]
+    apart = np.linalg.norm(found - begun) / np.linalg.norm(begun)
+    check("begun later: with fp32 parameters", apart < 1e-6 or dtype == "fp32", f"{apart:.1e}")
+    if dtype == "fp32":
+        ema, model = (plain / f"{name}_00000006.bin" for name in ("ema", "model"))
+        check("D = 0: the parameters", ema.read_bytes() == model.read_bytes())
+        train(whole, "-y", 1, "-x", 6, "-v", 0, "-s", 0, "-nk", 1)
+        check("averages before it are gone", names(whole) == left, names(whole))
+        text = train(folder / "alone", *flags, "-n", 0, "-x", 2, "--ema", 0.5)
+        left = ["ema_00000002.bin", "model_00000002.bin", "run_00000000.json"]
+        check("no -n: at the end", names(folder / "alone") == left, names(folder / "alone"))
 
 
 def test_refused():
@@ -158,6 +148,7 @@ def test_all_recurrences():
                 yield f"{dtype}, D = {decay}: {name}", *rest
 
 
-def test_all_runs():
-    runs("fp32")
-    runs("bf16")
+def test_all_runs(folder):
+    token_files(folder)
+    runs(folder, "fp32")
+    runs(folder, "bf16")

@@ -10,8 +10,9 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from dev.bench import time_gelu
+from dev.bench import time_kernels
 from dev.bench.step_by_kernel import work_of
+from dev.common.bf16 import to_bf16
 from dev.common.config import Config, draw_parameters
 from dev.common.flags import parse_flags
 from dev.common.gpus import GPUS, blocks_that_fit
@@ -19,12 +20,14 @@ from dev.common.nvrtc import has_nvrtc
 from dev.cpu import races
 from dev.cpu.emulated import Emulated
 from dev.features import order as features
+from dev.features.devices import FastCuda
 from dev.features.fused_biases import SOURCE as FUSED, with_summed_outputs
 from dev.features.hopper import attention_five, gelu_products
 from dev.features.hopper.gelu_products import HEIGHT, fits, with_own_gelu
 from dev.features.recompute import LLAMA_SOURCE as RECOMPUTE_LLAMA, SOURCE as RECOMPUTE
 from dev.features.seams import GPT2, Training
 from dev.lab.bench import BF16_LIMIT
+from dev.lab.ladder import parse_sizes
 from dev.llama3.train_llama3 import Llama3
 from dev.tests.checks import EXACT, check
 from dev.tests.models import gradients, in_each_order, model_class, on_device
@@ -73,14 +76,14 @@ def faults(pytestconfig):
 def small_device(sources=gelu_products.SOURCES, flags="-O1 -DHOPPER"):
     """A CPU with the kernels alone, as on Hopper."""
     with mock.patch.dict(os.environ, CXXFLAGS=flags), contextlib.redirect_stdout(None):
-        return Emulated("bf16", Config(C=768, NH=12), sources, only=time_gelu.KERNELS)
+        return Emulated("bf16", Config(C=768, NH=12), sources, only=time_kernels.GELU_KERNELS)
 
 
 def device_for(device_name):
     """The device, or None if its GPU is no Hopper."""
     if device_name != "cuda":
         return small_device()
-    device = with_own_gelu(time_gelu.FastCuda)("bf16", Config(C=768, NH=12), gelu_products.SOURCES)
+    device = with_own_gelu(FastCuda)("bf16", Config(C=768, NH=12), gelu_products.SOURCES)
     if not device.hopper:
         print("skipped: this GPU is no Hopper")
     return device if device.hopper else None
@@ -89,9 +92,9 @@ def device_for(device_name):
 def test_products(device_name):
     """Both products and the sums against NumPy in float64, at sizes with ragged rows."""
     device = device_for(device_name)
-    for text in time_gelu.CHECKS if device else ():
-        given = time_gelu.drawn(device, **time_gelu.parse_sizes(text))
-        for order, found in in_each_order(device, lambda a: time_gelu.faults(device, a), given):
+    for text in time_kernels.GELU_CHECKS if device else ():
+        given = time_kernels.drawn(device, **parse_sizes(text))
+        for order, found in in_each_order(device, lambda a: time_kernels.faults(device, a), given):
             for what, error, limit in found:
                 check(f"{text} {order} {what}", error <= limit, f"{error:.1e}")
 
@@ -102,14 +105,14 @@ def test_saturated(device_name):
     if not device:
         return
     size = np.logspace(-3, 9, 128)
-    x = to_float(time_gelu.to_bf16(np.float32(np.r_[-size[::-1], size])))
-    a = time_gelu.with_outputs(device, time_gelu.drawn(device, 130, 64))
-    device.put(a.bias, time_gelu.to_bf16(x))
+    x = to_float(to_bf16(np.float32(np.r_[-size[::-1], size])))
+    a = time_kernels.with_outputs(device, time_kernels.drawn(device, 130, 64))
+    device.put(a.bias, to_bf16(x))
     device.put(a.inp, np.zeros(a.inp.shape, np.uint16))
-    device.put(a.fch_in, time_gelu.to_bf16(np.broadcast_to(x, a.fch_in.shape)))
+    device.put(a.fch_in, to_bf16(np.broadcast_to(x, a.fch_in.shape)))
     gelu_products.multiply_gelu(device, a.fch, a.fch_gelu, a.inp, a.w, a.bias)
     gelu_products.multiply_dgelu(device, a.dfch, None, a.dout, a.wproj, a.fch_in)
-    wish, derivative = time_gelu.gelu_and_derivative(np.float64(x))
+    wish, derivative = time_kernels.gelu_and_derivative(np.float64(x))
     yield "fch", device.get(a.fch), np.broadcast_to(x, a.fch.shape), EXACT
     dout, wproj = (np.float64(to_float(device.get(x))) for x in (a.dout, a.wproj))
     for name, found, right in (("gelu", a.fch_gelu, wish),
@@ -121,10 +124,10 @@ def test_saturated(device_name):
 def whole(device, text="M=580,C=384,OC=320", more_rows=0):
     """The first wrong result, or "outside" if more than N rows were written, or "". more_rows: how
     many rows more the results' tensor maps allow to store."""
-    a = time_gelu.drawn(device, **time_gelu.parse_sizes(text))
-    outputs = [time_gelu.array_on(device, (len(a.inp) + HEIGHT, a.fch_in.shape[1]), BF16)
+    a = time_kernels.drawn(device, **parse_sizes(text))
+    outputs = [time_kernels.array_on(device, (len(a.inp) + HEIGHT, a.fch_in.shape[1]), BF16)
                for _ in range(3)]
-    with mock.patch.object(time_gelu, "array_on", lambda device, shape, dtype: (
+    with mock.patch.object(time_kernels, "array_on", lambda device, shape, dtype: (
             outputs.pop()[: shape[0]] if dtype == BF16 else on_device(
                 device, np.full(shape, np.nan, dtype)))):
         kept, maps = [*outputs], gelu_products.maps
@@ -136,7 +139,7 @@ def whole(device, text="M=580,C=384,OC=320", more_rows=0):
 
         try:
             with mock.patch.object(gelu_products, "maps", wider):
-                found = time_gelu.faults(device, a)
+                found = time_kernels.faults(device, a)
         except UserError as e:
             return f"{e}"
     if any((device.get(x)[len(a.inp) :] != 0xffff).any() for x in kept):
@@ -163,7 +166,7 @@ def test_planted(folder, faults):
 def test_no_races():
     """No access is a race."""
     device = small_device(flags=f"-O1 -DHOPPER {races.FLAG}")
-    found = time_gelu.faults(device, time_gelu.drawn(device, 150, 64))
+    found = time_kernels.faults(device, time_kernels.drawn(device, 150, 64))
     check("no races", all(error <= limit for _, error, limit in found))
 
 
@@ -172,14 +175,14 @@ def test_choice(device_name):
     device = device_for(device_name)
     if not device:
         return
-    a = time_gelu.drawn(device, 8, 128)
+    a = time_kernels.drawn(device, 8, 128)
     check("fits", fits(a.inp, a.w, a.fch_in))
     for what, arrays in (("a transposed weight", (a.inp, a.w.T, a.fch_in)),
                          ("part of the channels", (a.inp[:, :64], a.w, a.fch_in)),
                          ("fp32", (a.inp.view(np.float32), a.w, a.fch_in)),
                          ("a part of a result's columns", (a.inp, a.w, a.fch_in[:, :256]))):
         check(f"does not fit: {what}", not fits(*arrays))
-    b = time_gelu.drawn(device, 8, 96, 384)
+    b = time_kernels.drawn(device, 8, 96, 384)
     check("does not fit: 96 channels", not fits(b.inp, b.w, b.fch_in))
 
 
@@ -200,7 +203,7 @@ def test_training():
 
     def counting(name, items, *args, **more):
         launched.append(name)
-        if name in time_gelu.KERNELS:
+        if name in time_kernels.GELU_KERNELS:
             work.append(work_of((name, (items, 1), args), c, 2, 96, 0, {}))
         launch(name, items, *args, **more)
 
@@ -271,7 +274,7 @@ def test_compiled():
         "-std=c++17", "-DBF16", "-DHOPPER", *c.switches()])
     check("wgmma is not serialized", "serialized" not in log and "warning" not in log)
     shared = gelu_products.plan(mock.Mock(multiprocessors=132), np.empty((128, 256)))[1]
-    for name in time_gelu.KERNELS:
+    for name in time_kernels.GELU_KERNELS:
         check(f"{name} spills nothing", used[name].spilled == 0, used[name])
         check(f"{name} fits", blocks_that_fit(GPUS["9.0"], used[name], gelu_products.THREADS,
                                               shared) == 1)
@@ -283,9 +286,9 @@ def test_beside_library(device_name):
         return
     device = device_for(device_name)
     for M, C in ((4096, 768), (8192, 1600)) if device else ():
-        a = time_gelu.with_outputs(device, time_gelu.drawn(device, M, C))
-        b = time_gelu.with_outputs(device, a)
-        said = time_gelu.same_bits(device, a)
+        a = time_kernels.with_outputs(device, time_kernels.drawn(device, M, C))
+        b = time_kernels.with_outputs(device, a)
+        said = time_kernels.bits_of_gelu(device, a)
         check(f"{M, C} bits", said.startswith("the same"), said)
         library = super(gelu_products.OwnGelu, device).matmul
         library(b.fch, b.inp, b.w.T, b.bias, gelu=b.fch_gelu)

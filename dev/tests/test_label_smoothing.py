@@ -1,7 +1,6 @@
 """Test label smoothing, --label-smoothing, against its formula in float64."""
 import functools
 import itertools
-from pathlib import Path
 
 import numpy as np
 
@@ -18,7 +17,6 @@ from dev.tests.models import gradients, in_each_order, model_class, on_device
 from dev.tests.trainings import call, check_resumed, place_of, token_files
 from train_gpt2 import to_float
 
-TOP = Path(__file__).resolve().parents[2]
 SIZES = dict(maxT=1024, V=259, L=1, NH=1, C=64, Vp=320)
 
 

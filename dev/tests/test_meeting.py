@@ -25,9 +25,7 @@ import pytest
 
 from dev.features.ranks.environment import launched
 from dev.features.ranks.meeting import Meeting, Point, first_host
-from dev.tests.checks import check, check_refusal, fast
-
-TOP = Path(__file__).resolve().parents[2]
+from dev.tests.checks import TOP, check, check_refusal, fast
 
 
 @pytest.fixture(autouse=True, scope="module")

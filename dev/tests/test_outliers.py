@@ -4,12 +4,9 @@ windows.
 dev/lab/kernels/outliers.py has the kernel's formula in NumPy, and dev/tests/test_resume.py skips
 updates in a run.
 """
-import contextlib
 import json
 import re
 import shutil
-import tempfile
-from pathlib import Path
 
 import numpy as np
 
@@ -18,13 +15,11 @@ from dev.cpu.emulated import Emulated
 from dev.features.devices import make_device
 from dev.features.outliers import SOURCE, WINDOW
 from dev.features.seams import GPT2
-from dev.tests.checks import EXACT, check, fast
-from dev.tests.models import FIXTURES, model_class
-from dev.tests.trainings import call, place_of
-from prepro_tinyshakespeare import write_tokens
+from dev.tests.checks import EXACT, TINY, check, fast
+from dev.tests.models import model_class
+from dev.tests.trainings import call, place_of, token_files
 from train_gpt2 import Verdict
 
-TINY = FIXTURES / "gpt2_tiny.bin"  # V = 331, L = 2, NH = 2, C = 64, maxT = 40
 SMALL = Config(maxT=8, V=11, L=1, NH=2, C=64, Vp=32)
 
 
@@ -68,44 +63,40 @@ def train(device_name, output, *flags):
     return text
 
 
-def test_runs(device_name):
+def test_runs(device_name, folder):
     """A checkpoint has windows if its run has a limit. A run can resume from a checkpoint with
     windows, as all older ones are, and from one without."""
-    with tempfile.TemporaryDirectory() as folder:
-        folder = Path(folder)
-        with contextlib.redirect_stdout(None):
-            for part, count in (("train", 333), ("val", 100)):
-                tokens = np.random.default_rng(count).integers(257, size=count)
-                write_tokens(folder / f"{part}.bin", tokens.astype(np.int32))
-        plain = folder / "plain"
-        train(device_name, plain, "-e", TINY, "-i", folder / "train.bin", "-j", folder / "val.bin",
-              "-b", 2, "-t", 8, "-v", 0, "-s", 0, "--dtype", "fp32", "-n", 2, "-x", 2)
-        notes = json.loads((plain / "run_00000002.json").read_text())
-        check("no limit: no windows", not notes.keys() & {"windows", "seen"})
+    token_files(folder)
+    plain = folder / "plain"
+    train(device_name, plain, "-e", TINY, "-i", folder / "part_train_0.bin", "-j",
+          folder / "part_val_0.bin", "-b", 2, "-t", 8, "-v", 0, "-s", 0, "--dtype", "fp32", "-n", 2,
+          "-x", 2)
+    notes = json.loads((plain / "run_00000002.json").read_text())
+    check("no limit: no windows", not notes.keys() & {"windows", "seen"})
 
-        # These say that all losses and norms were 0.5 or 0.51, so the next step is an outlier.
-        windows = np.tile(0.5 + 0.01 * (np.arange(WINDOW) % 2), (2, 1))
-        given = notes | dict(windows=windows.tolist(), seen=[3 * WINDOW + 5])
-        for name, before, flags, skips, says in (
-                ("windows", given, ("-sl", 3), True, False),
-                ("windows of norms", given, ("-sg", 3), True, False),
-                ("a high limit", given, ("-sl", 1e4), False, False),
-                ("no windows", notes, ("-sl", 3), False, True),
-                ("windows and no limit", given, (), False, False)):
-            output = shutil.copytree(plain, folder / name)
-            (output / "run_00000002.json").write_text(json.dumps(before))
-            text = train(device_name, output, "-y", 1, "-x", 3, *flags)
-            for what, wish, words in (("the step is skipped", skips, "WARNING: step 3: no update"),
-                                      ("they begin empty", says, "are never skipped")):
-                found = words in text
-                check(f"{name}: {what}: {wish}", found == wish, text * (found != wish))
-            after = json.loads((output / "run_00000003.json").read_text())
-            if not flags:
-                check(f"{name}: they are gone", not after.keys() & {"windows", "seen"})
-                continue
-            found = re.search(r"^step +3/3 \| loss (\S+) \| norm +(\S+) ", text, re.M)
-            wish, seen = (np.array(before.get("windows", np.zeros((2, WINDOW)))),
-                          before.get("seen", [0]))
-            wish[:, seen[0] % WINDOW] = [float(x) for x in found.groups()]
-            check(f"{name}: one more seen", after["seen"] == [seen[0] + 1], after["seen"])
-            yield f"{name}: afterwards", np.array(after["windows"]), wish, 1e-5
+    # These say that all losses and norms were 0.5 or 0.51, so the next step is an outlier.
+    windows = np.tile(0.5 + 0.01 * (np.arange(WINDOW) % 2), (2, 1))
+    given = notes | dict(windows=windows.tolist(), seen=[3 * WINDOW + 5])
+    for name, before, flags, skips, says in (
+            ("windows", given, ("-sl", 3), True, False),
+            ("windows of norms", given, ("-sg", 3), True, False),
+            ("a high limit", given, ("-sl", 1e4), False, False),
+            ("no windows", notes, ("-sl", 3), False, True),
+            ("windows and no limit", given, (), False, False)):
+        output = shutil.copytree(plain, folder / name)
+        (output / "run_00000002.json").write_text(json.dumps(before))
+        text = train(device_name, output, "-y", 1, "-x", 3, *flags)
+        for what, wish, words in (("the step is skipped", skips, "WARNING: step 3: no update"),
+                                  ("they begin empty", says, "are never skipped")):
+            found = words in text
+            check(f"{name}: {what}: {wish}", found == wish, text * (found != wish))
+        after = json.loads((output / "run_00000003.json").read_text())
+        if not flags:
+            check(f"{name}: they are gone", not after.keys() & {"windows", "seen"})
+            continue
+        found = re.search(r"^step +3/3 \| loss (\S+) \| norm +(\S+) ", text, re.M)
+        wish, seen = (np.array(before.get("windows", np.zeros((2, WINDOW)))),
+                      before.get("seen", [0]))
+        wish[:, seen[0] % WINDOW] = [float(x) for x in found.groups()]
+        check(f"{name}: one more seen", after["seen"] == [seen[0] + 1], after["seen"])
+        yield f"{name}: afterwards", np.array(after["windows"]), wish, 1e-5

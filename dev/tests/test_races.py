@@ -24,6 +24,7 @@ from dev.lab.submission import Submission
 from dev.lab.tests.student import filled, said
 from dev.tests import mutants
 from dev.tests.checks import check, refusal
+from dev.tests.small_kernels import numbered
 from train_gpt2 import BF16
 
 CXXFLAGS = FLAGS = f"-O1 {races.FLAG}"
@@ -356,20 +357,8 @@ SMALL = (
 
 def test_small_kernels(folder):
     """In small kernels: the place, both lines, and why; or nothing."""
-    path, text, marked = folder / "small.cu", HEAD, {}
-    for number, (_, _, body) in enumerate(SMALL):
-        text += (f'BLOCK(64, threads)\nextern "C" __global__ void kernel{number}(float* out, '
-                 'float* inp, int* counter, ' "half* low) {\n    [[maybe_unused]] int t = "
-                 "threadIdx.x, b = blockIdx.x, i = 64 * b + t;")
-        marked[number] = {text.count("\n") + j + 1 for j, line in enumerate(body.split("\n"))
-                          if line.endswith("//!")}
-        text += f"{body}}}\n"
-    path.write_text(text)
-
-    class Kernels(Config):
-        SOURCES = (path,)
-
-    device = make_device("emulated", "fp32", Kernels(), plain=True)
+    kernels, marked = numbered(folder / "small.cu", HEAD, [small.body for small in SMALL])
+    device = make_device("emulated", "fp32", kernels, plain=True)
     for order in ("forward", "reverse", 1):
         device.set_order(order)
         for number, (name, wish, _) in enumerate(SMALL):

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import subprocess
-from pathlib import Path
 
 import train_gpt2
 from dev.common.config import Config
@@ -15,9 +14,8 @@ from dev.common.flags import parse_flags
 from dev.features.order import table_of_flags
 from dev.features.peak import flops_per_token
 from dev.features.ranks.environment import launched
-from dev.tests.checks import EXACT, check, fast
+from dev.tests.checks import EXACT, TOP, check, fast
 
-TOP = Path(__file__).resolve().parents[2]
 FLAGS, _ = table_of_flags(train_gpt2.FLAGS, Config)  # of the trainer and its features
 SIZES = {"124M": "d12", "350M": "d24", "774M": "d36", "1558M": "d48"}
 # Rows of RESULTS.md.

@@ -21,11 +21,10 @@ from dev.common.flags import parse_flags
 from dev.cpu.device import Cpu
 from dev.cpu.emulated import Emulated
 from dev.features import moments, order, seams
-from dev.tests.checks import TINY, check, check_refusal
+from dev.tests.checks import TINY, TOP, check, check_refusal
 from dev.tests.trainings import two_token_files
 from train_gpt2 import pack_batch
 
-TOP = Path(__file__).resolve().parents[2]
 SEAMS, TRAINER = "dev/features/seams.py", "train_gpt2.py"
 # (the trainer's class and method; where its lines stand again; its lines that stand there in other
 # words)

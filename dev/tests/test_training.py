@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import threading
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -20,13 +19,11 @@ from dev.common.flags import parse_flags
 from dev.features.seams import GPT2, Training
 from dev.features.order import attach, set_defaults, table_of_flags
 from dev.features.peak import flops_per_token, peak_flops
-from dev.tests.checks import EXACT, check, check_refusal
+from dev.tests.checks import EXACT, TINY, check, check_refusal
 from dev.bench import turns
 from dev.tools import plot
 from prepro_tinyshakespeare import write_tokens
 
-TOP = Path(__file__).resolve().parents[2]
-TINY = TOP / "dev/fixtures/gpt2_tiny.bin"
 FLAGS, _ = table_of_flags(train_gpt2.FLAGS, Config)  # all of the trainer's
 
 

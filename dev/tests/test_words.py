@@ -38,10 +38,8 @@ def test_floats(device_name, folder):
         error = np.max(np.abs(found - expected) / np.maximum(np.abs(expected), 0.1))
         check(f"{text}", error <= limit, f"{error:.1e}, limit {limit:.1e}")
     found, _ = launch(device, "unfused", 64, np.zeros(64, np.float32), x)
-    check(
-        "a product and a sum, each rounded",
-        np.array_equal(found, np.float32(x * x) - np.float32(1)),
-    )
+    check("a product and a sum, each rounded",
+          np.array_equal(found, np.float32(x * x) - np.float32(1)))
 
 
 def test_integers(device_name, folder):
@@ -52,22 +50,13 @@ def test_integers(device_name, folder):
     a[:4], b[:4] = (0, 1, 2**32 - 1, 1 << 31), (0, 2**32 - 1, 1 << 31, 1 << 31)
     f = (rng.standard_normal(64) * 1e3).astype(np.float32)
     f[:9] = 0.5, 1.5, 2.5, -0.5, -3.7, np.nan, np.inf, -np.inf, 3e9
-    out, *_ = launch(
-        device, "integers", 64, np.zeros((len(INTEGERS), 64), np.uint32), np.stack([a, b]), f
-    )
+    out, *_ = launch(device, "integers", 64, np.zeros((len(INTEGERS), 64), np.uint32),
+                     np.stack([a, b]), f)
     for (text, formula), found in zip(INTEGERS, out):
         expected = [formula(int(x), int(y), z) % 2**32 for x, y, z in zip(a, b, f)]
-        check(
-            text,
-            found.tolist() == expected,
-            ""
-            if found.tolist() == expected
-            else [
-                (hex(x), hex(y), z, hex(g), hex(e))
-                for x, y, z, g, e in zip(a, b, f, found.tolist(), expected)
-                if g != e
-            ][:3],
-        )
+        check(text, found.tolist() == expected,
+              [(hex(x), hex(y), z, hex(g), hex(e))
+               for x, y, z, g, e in zip(a, b, f, found.tolist(), expected) if g != e][:3] or "")
 
 
 def test_shuffles(device_name, folder):
@@ -81,26 +70,16 @@ def test_shuffles(device_name, folder):
         for (text, formula), found in zip(LANES, out):
             warps = [x[:32].tolist(), x[32:].tolist()]
             expected = [signed(formula(i % 32, warps[i // 32])) for i in range(64)]
-            check(
-                f"{order}: {text}"[:200],
-                found.tolist() == expected,
-                ""
-                if found.tolist() == expected
-                else [
-                    (i, g, e) for i, (g, e) in enumerate(zip(found.tolist(), expected)) if g != e
-                ][:4],
-            )
+            check(f"{order}: {text}"[:200], found.tolist() == expected,
+                  [(i, *pair) for i, pair in enumerate(zip(found.tolist(), expected))
+                   if pair[0] != pair[1]][:4] or "")
         for (text, formula), found in zip(BLOCKS, out[len(LANES) :]):
             check(f"{order}: {text}", found.tolist() == [formula(x.tolist())] * 64, found[:3])
         out, _ = launch(device, "tail", 40, np.zeros(80, np.int32), x[:40])
-        odd = [
-            signed(sum(1 << i for i in range(n) if x[at + i] % 2)) for at, n in ((0, 32), (32, 8))
-        ]
-        check(
-            f"{order}: a ballot of a tail",
-            out[:40].tolist() == [odd[0]] * 32 + [odd[1]] * 8,
-            out[32:40],
-        )
+        odd = [signed(sum(1 << i for i in range(n) if x[at + i] % 2))
+               for at, n in ((0, 32), (32, 8))]
+        check(f"{order}: a ballot of a tail", out[:40].tolist() == [odd[0]] * 32 + [odd[1]] * 8,
+              out[32:40])
         check(f"{order}: a sum of a tail", out[40:].tolist() == [32] * 32 + [8] * 8)
 
 
@@ -110,60 +89,33 @@ def test_atomics(device_name, folder):
     x = np.random.default_rng(8).permutation(64).astype(np.int32)
     at = np.zeros((len(ATOMICS), 8), np.uint8)
     for place, (T, _, before, _) in zip(at, ATOMICS):
-        value = (
-            to_bf16(np.float32([before])).view(np.uint16)
-            if "bf" in T
-            else np.array([before], STORED[T])
-        )
+        value = (to_bf16(np.float32([before])).view(np.uint16) if "bf" in T
+                 else np.array([before], STORED[T]))
         place[: value.nbytes] = value.view(np.uint8)
     out, _ = launch(device, "atomics", 64, at.view(np.uint64), x)
     for (T, text, before, formula), place in zip(ATOMICS, out.view(np.uint8).reshape(-1, 8)):
         found = place[: STORED[T]().nbytes].view(STORED[T])[0]
-        found = (
-            float(found) if "bf" not in T else float(to_float(np.array([found], np.uint16)).item())
-        )
+        found = (float(found) if "bf" not in T
+                 else float(to_float(np.array([found], np.uint16)).item()))
         expected = formula(before, x.tolist())
         if T in ("unsigned", "unsigned long long"):
             expected %= 1 << 32 if T == "unsigned" else 1 << 64
-        check(
-            f"{T}: {text}"[:100],
-            abs(found - float(expected)) <= 1e-15 * abs(expected),
-            f"{found}, expected {expected}",
-        )
+        check(f"{T}: {text}"[:100], abs(found - float(expected)) <= 1e-15 * abs(expected),
+              f"{found}, expected {expected}")
     before, _ = launch(device, "steps", 64, np.zeros(64, np.uint32), np.zeros(1, np.uint32))
-    check(
-        "atomicInc returns what was there",
-        sorted(before.tolist()) == sorted([*range(41), *range(23)]),
-        before,
-    )
+    check("atomicInc returns what was there",
+          sorted(before.tolist()) == sorted([*range(41), *range(23)]), before)
 
 
 def test_halves(device_name, folder):
     """Numbers of 16 bits: from fp32 and back, ties to even; their arithmetic; pairs."""
     device = with_words(device_name, folder)
     rng = np.random.default_rng(9)
-    x = np.concatenate(
-        [
-            rng.standard_normal(700).astype(np.float32) * 10.0 ** rng.integers(-9, 5, 700),
-            np.arange(0, 2, 1 / 256) * 2.0**-24,
-            1 + np.arange(24) * 2.0**-12,
-            1 + np.arange(24) * 2.0**-9,
-            [
-                0.0,
-                -0.0,
-                65504,
-                65519.9,
-                65520,
-                70000,
-                1e38,
-                3.4e38,
-                np.inf,
-                -np.inf,
-                np.nan,
-                2.0**-25,
-            ],
-        ]
-    )
+    x = np.concatenate([
+        rng.standard_normal(700).astype(np.float32) * 10.0 ** rng.integers(-9, 5, 700),
+        np.arange(0, 2, 1 / 256) * 2.0**-24, 1 + np.arange(24) * 2.0**-12,
+        1 + np.arange(24) * 2.0**-9,
+        [0.0, -0.0, 65504, 65519.9, 65520, 70000, 1e38, 3.4e38, np.inf, -np.inf, np.nan, 2.0**-25]])
     x = np.resize(x, 1280).astype(np.float32)
     half, low, _ = launch(device, "narrow", 1280, *np.zeros((2, 1280), np.uint16), x)
     with np.errstate(over="ignore"):
@@ -171,44 +123,24 @@ def test_halves(device_name, folder):
     known = ~np.isnan(x)
     yield "to half", half[known], expected.view(np.uint16)[known], EXACT
     yield "to bfloat16", low[known], to_bf16(x).view(np.uint16)[known], EXACT
-    check(
-        "a NaN stays one",
-        (half[~known] & 0x7FFF > 0x7C00).all() and (low[~known] & 0x7FFF > 0x7F80).all(),
-    )
+    check("a NaN stays one",
+          (half[~known] & 0x7FFF > 0x7C00).all() and (low[~known] & 0x7FFF > 0x7F80).all())
     bits = np.arange(65536, dtype=np.uint16)
     wide, more, *_ = launch(device, "widen", 65536, *np.zeros((2, 65536), np.float32), bits, bits)
     real = bits.view(np.float16)
     yield "from half", wide[~np.isnan(real)], real[~np.isnan(real)].astype(np.float32), EXACT
-    yield (
-        "from bfloat16",
-        more.view(np.uint32)[bits & 0x7FFF <= 0x7F80],
-        (np.uint32(bits) << 16)[bits & 0x7FFF <= 0x7F80],
-        EXACT,
-    )
+    yield ("from bfloat16", more.view(np.uint32)[bits & 0x7FFF <= 0x7F80],
+           (np.uint32(bits) << 16)[bits & 0x7FFF <= 0x7F80], EXACT)
     a = rng.standard_normal(64).astype(np.float16)
     c = to_bf16(rng.standard_normal(64).astype(np.float32))
     b, d = a[np.arange(64) ^ 1], to_float(c)[np.arange(64) ^ 1]
-    out, _, _, pairs = launch(
-        device,
-        "arithmetic",
-        64,
-        np.zeros((6, 64), np.float32),
-        a.view(np.uint16),
-        c.view(np.uint16),
-        np.zeros(64, np.uint16),
-    )
+    out, _, _, pairs = launch(device, "arithmetic", 64, np.zeros((6, 64), np.float32),
+                              a.view(np.uint16), c.view(np.uint16), np.zeros(64, np.uint16))
     once = (np.float64(b) * b + 1).astype(np.float16)
-    rounded = [
-        a + b,
-        a * b,
-        to_float(to_bf16(to_float(c) - d)),
-        to_float(to_bf16(to_float(c) * d)),
-        once,
-        to_float(c) + d,
-    ]
-    for what, found, expected in zip(
-        ("half +", "half *", "bf16 -", "bf16 *", "half2 fma", "bf16 pairs"), out, rounded
-    ):
+    rounded = [a + b, a * b, to_float(to_bf16(to_float(c) - d)), to_float(to_bf16(to_float(c) * d)),
+               once, to_float(c) + d]
+    names = "half +", "half *", "bf16 -", "bf16 *", "half2 fma", "bf16 pairs"
+    for what, found, expected in zip(names, out, rounded):
         yield what, found, expected.astype(np.float32), EXACT
     check("pairs stored", pairs.tolist() == [n for i in range(32) for n in (i, 0x4000)], pairs[:6])
 
@@ -236,16 +168,12 @@ def test_gpu_compiles(folder):
         nvrtc.getVersion()
     except Exception:  # CuPy without NVRTC raises errors of several types
         return
-    headers = [
-        path.parent
-        for folder in nvidia.__path__
-        for path in sorted(Path(folder).glob("*/include/cuda_bf16.h"))
-    ]
+    headers = [path.parent for folder in nvidia.__path__
+               for path in sorted(Path(folder).glob("*/include/cuda_bf16.h"))]
     program = nvrtc.createProgram(for_gpu(TEXT), "words.cu", [], [])
     try:
-        nvrtc.compileProgram(
-            program, ["-arch=sm_80", "-std=c++17", *(f"-I{path}" for path in headers[:1])]
-        )
+        nvrtc.compileProgram(program,
+                             ["-arch=sm_80", "-std=c++17", *(f"-I{path}" for path in headers[:1])])
         log = ""
     except nvrtc.NVRTCError:
         log = nvrtc.getProgramLog(program)

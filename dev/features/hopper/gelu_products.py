@@ -6,7 +6,7 @@ one tile while they apply GELU to another. The one of the backward pass also sum
 65536 x 768 x 3072 on an H200 takes 645 us in cuBLASLt and 570 to 590 here; in the backward pass 647
 and 100 more for the sums, and here 663 with them. Without GELU it takes 450.
 
-dev/bench/time_gelu.py checks the kernels and times them beside cuBLASLt.
+dev/bench/time_kernels.py checks the kernels and times them beside cuBLASLt.
 """
 from pathlib import Path
 

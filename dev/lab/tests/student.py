@@ -14,6 +14,36 @@ OWN = {"global_norm": """
     if (threadIdx.x == 0) norm[0] = sqrtf(sum);
 """}
 
+NUMBER = """
+    size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
+"""
+SOFTMAX = """
+    int row = blockIdx.x * blockDim.x + threadIdx.x;
+    if (row >= N) return;
+    const real* x = inp + (size_t)row * Vp;
+    float top = LOWEST, sum = 0.0f;
+    for (int v = 0; v < V; v++) top = fmaxf(top, to_float(x[v]));
+    for (int v = 0; v < V; v++) sum += expf(to_float(x[v]) - top);
+    for (int v = 0; v < Vp; v++)
+        from_float(out[(size_t)row * Vp + v], v < V ? expf(to_float(x[v]) - top) / sum : 0.0f);
+"""
+LAYERNORM = """
+    int row = blockIdx.x * blockDim.x + threadIdx.x;
+    if (row >= N) return;
+    const float* x = residual + (size_t)row * C;
+    float m = 0.0f, variance = 0.0f;
+    for (int c = 0; c < C; c++) m += x[c];
+    m /= C;
+    for (int c = 0; c < C; c++) variance += (x[c] - m) * (x[c] - m);
+    float s = 1.0f / sqrtf(variance / C + 1e-5f);
+    for (int c = 0; c < C; c++) {
+        from_float(copy[(size_t)row * C + c], x[c]);
+        from_float(out[(size_t)row * C + c],
+                   (x[c] - m) * s * to_float(weight[c]) + to_float(bias[c]));
+    }
+    mean[row] = m, rstd[row] = s;
+"""
+
 
 def filled(name, body, suffix="", before="", block=""):
     """The file of an exercise with this body, for a kernel my_<name><suffix>. before: goes above

@@ -9,7 +9,7 @@ from dev.lab import grade
 from dev.lab.exercises import EXERCISES, exercise_names
 from dev.lab.explain import complaint_lines
 from dev.lab.submission import Submission, template
-from dev.lab.tests.student import filled, said, solution
+from dev.lab.tests.student import LAYERNORM, NUMBER, SOFTMAX, filled, said, solution
 from dev.tests.checks import TOP, check
 from dev.tests.trainings import call
 
@@ -70,37 +70,8 @@ def test_forgotten(folder):
 # ---- Mistakes
 
 
-NUMBER = """
-    size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
-"""
 RESIDUAL = (NUMBER + "    if (i < (size_t)N * C) from_float(out[i], to_float(inp1[i]) + "
             "to_float(inp2[i]));\n")
-SOFTMAX = """
-    int row = blockIdx.x * blockDim.x + threadIdx.x;
-    if (row >= N) return;
-    const real* x = inp + (size_t)row * Vp;
-    float top = LOWEST, sum = 0.0f;
-    for (int v = 0; v < V; v++) top = fmaxf(top, to_float(x[v]));
-    for (int v = 0; v < V; v++) sum += expf(to_float(x[v]) - top);
-    for (int v = 0; v < Vp; v++)
-        from_float(out[(size_t)row * Vp + v], v < V ? expf(to_float(x[v]) - top) / sum : 0.0f);
-"""
-LAYERNORM = """
-    int row = blockIdx.x * blockDim.x + threadIdx.x;
-    if (row >= N) return;
-    const float* x = residual + (size_t)row * C;
-    float m = 0.0f, variance = 0.0f;
-    for (int c = 0; c < C; c++) m += x[c];
-    m /= C;
-    for (int c = 0; c < C; c++) variance += (x[c] - m) * (x[c] - m);
-    float s = 1.0f / sqrtf(variance / C + 1e-5f);
-    for (int c = 0; c < C; c++) {
-        from_float(copy[(size_t)row * C + c], x[c]);
-        from_float(out[(size_t)row * C + c],
-                   (x[c] - m) * s * to_float(weight[c]) + to_float(bias[c]));
-    }
-    mean[row] = m, rstd[row] = s;
-"""
 # One warp per row.
 WARPS = """
     int row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;

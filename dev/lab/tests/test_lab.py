@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -17,11 +16,9 @@ from dev.lab.bench import BF16_LIMIT, KERNEL_LIMIT, compare_output
 from dev.lab.ladder import ANY, Draw, as_stored, bf16, f32, find_ladder, stored
 from dev.lab.timing import Timing
 from dev.lab.workers import Failure, Report
-from dev.tests.checks import check, check_refusal, fast
+from dev.tests.checks import TOP, check, check_refusal, fast
 from dev.tests.mutants import Copy
 from train_gpt2 import BF16
-
-TOP = Path(__file__).resolve().parents[3]
 
 
 @fast

@@ -4,25 +4,24 @@
     pytest dev/lab/tests/test_students.py -m ""                 # every one
     pytest dev/lab/tests/test_students.py -m "" -k softmax  # those with this word in their names
 
-They are in dev/lab/tests/students. The first line of each says what a GPU makes of it, in three
-dtypes and at all sizes: `// right`, or `// wrong: ` and a regular expression that the judge's
-message must match. If lines end in `//!`, the message must name one of them. Each file is graded by
-itself, as a student does it.
+They are in dev/lab/tests/students; changed_students.py makes more of these. The first line of each
+says what a GPU makes of it, in three dtypes and at all sizes: `// right`, or `// wrong: ` and a
+regular expression that the judge's message must match. If lines end in `//!`, the message must name
+one of them. Each file is graded by itself, as a student does it.
 """
 import datetime
 import random
 import re
-from pathlib import Path
 
 import pytest
 
 from dev.lab import grade
 from dev.lab.submission import Submission
+from dev.lab.tests.changed_students import texts
 from dev.lab.tests.student import said
 from dev.tests.checks import check
 from prepro_tinyshakespeare import UserError
 
-STUDENTS = Path(__file__).parent / "students"
 DRAWN = 3  # some 13 CPU seconds each
 
 
@@ -60,15 +59,17 @@ def mistake(path, lines):
 
 
 def each():
-    """All files: those that are not drawn today are for `-m longest`."""
-    paths = sorted(STUDENTS.glob("*.cu"))
-    drawn = random.Random(datetime.date.today().toordinal()).sample(paths, DRAWN)
-    return [pytest.param(path, id=path.stem, marks=[pytest.mark.longest] * (path not in drawn))
-            for path in paths]
+    """(name, text) of all: those that are not drawn today are for `-m longest`."""
+    every = texts()
+    drawn = random.Random(datetime.date.today().toordinal()).sample(sorted(every), DRAWN)
+    return [pytest.param(name, text, id=name, marks=[pytest.mark.longest] * (name not in drawn))
+            for name, text in every.items()]
 
 
-@pytest.mark.parametrize("path", each())
-def test_students(path):
+@pytest.mark.parametrize("name, text", each())
+def test_students(name, text, folder):
     """The judge accepts right kernels, and refuses each wrong one with its reason and its line."""
+    path = folder / f"{name}.cu"
+    path.write_text(text, "utf-8")
     wrong = mistake(path, judged(path))
-    check(path.stem, not wrong, wrong)
+    check(name, not wrong, wrong)

@@ -11,13 +11,13 @@ from unittest import mock
 
 import numpy as np
 
-from dev.common.config import Config
 from dev.cpu import traffic as counted
 from dev.lab import counters, traffic
 from dev.lab.ladder import find_ladder
 from dev.lab.submission import Submission
-from dev.lab.tests.student import filled
+from dev.lab.tests.student import SOFTMAX, filled
 from dev.tests.checks import check, check_refusal
+from dev.tests.small_kernels import numbered
 
 HEAD = """#define BLOCK(threads, ...)
 extern "C" { __constant__ int attention_sizes[] = {1, 32, 1, 1}, layernorm_sizes[] = {32, 32, 1}; }
@@ -201,20 +201,9 @@ SMALL = (
 
 def test_small_kernels(folder):
     """Small kernels, counted by hand."""
-    path, text, marked = folder / "small.cu", HEAD, {}
-    for number, (_, _, body) in enumerate(SMALL):
-        text += (f'BLOCK(64, threads)\nextern "C" __global__ void kernel{number}(float* out, '
-                 'float* inp, int* counter, ' "half* low) {\n    [[maybe_unused]] int t = "
-                 "threadIdx.x, b = blockIdx.x, i = 64 * b + t;")
-        marked[number] = {text.count("\n") + j + 1 for j, line in enumerate(body.split("\n"))
-                          if line.endswith("//!")}
-        text += f"{body}}}\n"
-    path.write_text(text)
-
-    class Kernels(Config):
-        SOURCES = (path,)
-
-    device = counted.CountingCpu("fp32", Kernels())
+    path = folder / "small.cu"
+    kernels, marked = numbered(path, HEAD, [small.body for small in SMALL])
+    device = counted.CountingCpu("fp32", kernels)
     for number, (name, wish, _) in enumerate(SMALL):
         arrays = [(key, device.empty(4 * 8192).view(np.float32)) for key in ("out", "inp")]
         arrays += [("counter", device.empty(64).view(np.int32)),
@@ -232,24 +221,12 @@ def test_small_kernels(folder):
         check(f"{name}", sums == wish, f"{sums}, expected {wish}")
 
 
-ROW = """
-    int row = blockIdx.x * blockDim.x + threadIdx.x;
-    if (row >= N) return;
-    const real* x = inp + (size_t)row * Vp;
-    float largest = LOWEST, sum = 0;
-    for (int v = 0; v < V; v++) largest = fmaxf(largest, to_float(x[v]));
-    for (int v = 0; v < V; v++) sum += expf(to_float(x[v]) - largest);
-    for (int v = 0; v < Vp; v++)
-        from_float(out[(size_t)row * Vp + v], v < V ? expf(to_float(x[v]) - largest) / sum : 0.0f);
-"""
-
-
 def test_an_exercise(folder):
     """A softmax of a thread a row: 27 rows are 27 sectors a load; the report; and a drawing."""
     path = folder / "my_softmax_forward.cu"
-    path.write_text(filled("softmax_forward", ROW))
+    path.write_text(filled("softmax_forward", SOFTMAX))
     at = next(i for i, line in enumerate(path.read_text().splitlines(), 1)
-              if "largest = fmaxf" in line)
+              if "top = fmaxf" in line)
     sizes = dict(B=3, T=9, V=257, Vp=384)
     found = traffic.traffic_of(Submission(path), sizes)
     count = next(c for c in found.counts if c.line == at)
@@ -260,7 +237,7 @@ def test_an_exercise(folder):
                  "#include <cfloat>\n#include <cuda_bf16.h>\n",
                  "#include <math.h>\n"):
         other = folder / "my_softmax_forward_as_for_nvcc.cu"
-        row = ROW.replace("LOWEST", "-FLT_MAX" if "float" in head else "-INFINITY")
+        row = SOFTMAX.replace("LOWEST", "-FLT_MAX" if "float" in head else "-INFINITY")
         other.write_text(filled("softmax_forward", row, "_as_for_nvcc", head))
         again = traffic.traffic_of(Submission(other), sizes).total("load")
         check(f"as for nvcc: {head.splitlines()}", again[4:] == found.total("load")[4:], again)
@@ -268,7 +245,7 @@ def test_an_exercise(folder):
             **traffic.figures_of(found), "sectors a load": float(number)}):
         said = traffic.report(Submission(path), sizes)
     wish = ([f"  line {at}: 27.0 sectors a load (4.0 would do)   for (int v = 0; v < V; v++) "
-             "largest", f"yours  version 1  version {len(find_ladder('softmax_forward').versions)}",
+             "top", f"yours  version 1  version {len(find_ladder('softmax_forward').versions)}",
              "  sectors a load  "])
     check("the report", all(any(part in line for line in said) for part in wish),
           " ".join(said)[:300])

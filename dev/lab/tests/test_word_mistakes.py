@@ -8,46 +8,31 @@ from unittest import mock
 
 import numpy as np
 
-from dev.common.config import Config
 from dev.cpu import races
 from dev.cpu.emulated import Emulated, compiler_of
 from dev.lab.explain import compiler_lines, printed_lines, unbalanced, warning_lines
 from dev.lab.submission import Submission
 from dev.lab.tests.student import said
 from dev.tests.checks import check, refusal
-from dev.tests.small_kernels import HEAD, built, kernel, launch
+from dev.tests.small_kernels import HEAD, built, kernel, launch, of_files
 from prepro_tinyshakespeare import UserError
 
 STUCK = (  # what the kernel does, what is said; {n} is the number of the line that ends in //!
-    (
-        "if (t < 16) out[t] = __shfl_sync(0xffffffffu, in[t], 0);  //!",
-        "threads 16-63 have returned; threads 0-15 wait in __shfl_sync at line {n} of words.cu",
-    ),
-    (
-        "if (t < 9) out[t] = slowest(in[t]);",
-        "threads 0-8 wait in __shfl_xor_sync at line 4 of words.cu, called at line {n}",
-    ),
-    (
-        "if (t >= 32) return;\n    out[t] = __shfl_xor_sync(0xffffu, in[t], 1);  //!",
-        "threads 16-31 wait in __shfl_xor_sync with the mask 0x0000ffff, which leaves out the lane "
-        "that calls, at line {n} ",
-    ),
-    (
-        "if (t < 4) __syncwarp(t < 2 ? 0xfu : 0x7u);  //!",
-        "with the mask 0x0000000f, where thread 2 has the mask 0x00000007, at line {n}",
-    ),
-    (
-        "if (t < 4) out[t] = __any_sync(0x1fu, t);  //!",
-        "threads 0-3 wait in __any_sync with the mask 0x0000001f at line {n}",
-    ),
-    (
-        "if (t < 40) __syncthreads_count(t);  //!",
-        "threads 0-39 wait in __syncthreads_count at line {n} of words.cu",
-    ),
-    (
-        "if (t == 5) assert(in[t] > 2.0f);  //!",
-        r"block \(0, 0, 0\), thread 5: assert\(in\[t\] > 2.0f\) is false at line {n}",
-    ),
+    ("if (t < 16) out[t] = __shfl_sync(0xffffffffu, in[t], 0);  //!",
+     "threads 16-63 have returned; threads 0-15 wait in __shfl_sync at line {n} of words.cu"),
+    ("if (t < 9) out[t] = slowest(in[t]);",
+     "threads 0-8 wait in __shfl_xor_sync at line 4 of words.cu, called at line {n}"),
+    ("if (t >= 32) return;\n    out[t] = __shfl_xor_sync(0xffffu, in[t], 1);  //!",
+     "threads 16-31 wait in __shfl_xor_sync with the mask 0x0000ffff, which leaves out the lane "
+     "that calls, at line {n} "),
+    ("if (t < 4) __syncwarp(t < 2 ? 0xfu : 0x7u);  //!",
+     "with the mask 0x0000000f, where thread 2 has the mask 0x00000007, at line {n}"),
+    ("if (t < 4) out[t] = __any_sync(0x1fu, t);  //!",
+     "threads 0-3 wait in __any_sync with the mask 0x0000001f at line {n}"),
+    ("if (t < 40) __syncthreads_count(t);  //!",
+     "threads 0-39 wait in __syncthreads_count at line {n} of words.cu"),
+    ("if (t == 5) assert(in[t] > 2.0f);  //!",
+     r"block \(0, 0, 0\), thread 5: assert\(in\[t\] > 2.0f\) is false at line {n}"),
     ("if (t == 6) __trap();  //!", "thread 6: __trap\\(\\) is called at line {n}"),
 )
 
@@ -60,140 +45,77 @@ def test_stuck(folder):
         lines.append(text.count("\n") - 1)
     device = built("cpu", folder, text)
     for k, ((body, wish), line) in enumerate(zip(STUCK, lines)):
-        found = refusal(
-            device.launch, f"stuck{k}", 64, np.zeros(64, np.float32), np.ones(64, np.float32)
-        )
-        check(
-            body.split("  //")[0].replace("\n", " "),
-            found and re.search(wish.replace("{n}", str(line)), found),
-            found,
-        )
+        found = refusal(device.launch, f"stuck{k}", 64, np.zeros(64, np.float32),
+                        np.ones(64, np.float32))
+        check(body.split("  //")[0].replace("\n", " "),
+              found and re.search(wish.replace("{n}", str(line)), found), found)
 
 
 RACES = (  # what a kernel of two warps does; the place that must be named, or ""
-    (
-        "a partial mask",
-        "",
-        """    int half = t / 16 % 2;
+    ("a partial mask", "", """    int half = t / 16 % 2;
     part[t] = in[i];
     __syncwarp(half ? 0xffff0000u : 0xffffu);
     out[i] = part[t ^ 3];
-""",
-    ),
-    (
-        "a partial mask, and who is not in it",
-        "part",
-        """    part[t] = in[i];
+"""),
+    ("a partial mask, and who is not in it", "part", """    part[t] = in[i];
     __syncwarp(t / 16 % 2 ? 0xffff0000u : 0xffffu);
     out[i] = part[t ^ 16];
-""",
-    ),
-    (
-        "a partial mask that comes around",
-        "",
-        """    part[t] = in[i];
+"""),
+    ("a partial mask that comes around", "", """    part[t] = in[i];
     if (t % 32 < 8) __shfl_xor_sync(0xffu, 1, 1);
     if (t % 32 >= 7 && t % 32 < 12) __shfl_sync(0xf80u, 1, 7);
     if (t % 32 == 11) out[i] = part[t - 11];
-""",
-    ),
-    (
-        "three who read, and one is not waited for",
-        "part",
-        """    float x = part[t / 32 * 32];
+"""),
+    ("three who read, and one is not waited for", "part", """    float x = part[t / 32 * 32];
     if (t % 32 < 2) __syncwarp(3u);
     if (t % 32 == 0) part[t] = x;
-""",
-    ),
-    (
-        "shuffles down",
-        "",
-        """    part[t] = in[i];
+"""),
+    ("shuffles down", "", """    part[t] = in[i];
     __shfl_down_sync(0xffffffffu, 1.0f, 1);
     out[i] = part[t ^ 1];
-""",
-    ),
-    (
-        "a ballot",
-        "",
-        """    part[t] = in[i];
+"""),
+    ("a ballot", "", """    part[t] = in[i];
     if (__ballot_sync(0xffffffffu, t == 1)) out[i] = part[t ^ 1];
-""",
-    ),
-    (
-        "a ballot between warps",
-        "part",
-        """    part[t] = in[i];
+"""),
+    ("a ballot between warps", "part", """    part[t] = in[i];
     __ballot_sync(0xffffffffu, 1);
     out[i] = part[t ^ 32];
-""",
-    ),
-    (
-        "__activemask orders nobody",
-        "part",
-        """    part[t] = in[i];
+"""),
+    ("__activemask orders nobody", "part", """    part[t] = in[i];
     if (__activemask()) out[i] = part[t ^ 1];
-""",
-    ),
-    (
-        "__syncthreads_or",
-        "",
-        """    part[t] = in[i];
+"""),
+    ("__syncthreads_or", "", """    part[t] = in[i];
     if (__syncthreads_or(t == 3)) out[i] = part[t ^ 32];
-""",
-    ),
-    (
-        "atomicMax of floats' bits, and a read behind a barrier",
-        "",
-        """    __shared__ unsigned top;
+"""),
+    ("atomicMax of floats' bits, and a read behind a barrier", "", """    __shared__ unsigned top;
     if (t == 0) top = 0;
     __syncthreads();
     atomicMax(&top, __float_as_uint(in[i]));
     __syncthreads();
     out[i] = top;
-""",
-    ),
-    (
-        "atomicExch, and a plain read",
-        "flag",
-        """    __shared__ int flag;
+"""),
+    ("atomicExch, and a plain read", "flag", """    __shared__ int flag;
     if (t == 0) atomicExch(&flag, 1);
     out[i] = flag;
-""",
-    ),
-    (
-        "volatile shared memory, and __syncwarp",
-        "",
-        """    volatile __shared__ float own[2][64];
+"""),
+    ("volatile shared memory, and __syncwarp", "", """    volatile __shared__ float own[2][64];
     own[1][t] = in[i];
     __syncwarp();
     out[i] = own[1][t ^ 1];
-""",
-    ),
-    (
-        "a sum by atomicCAS, as the guide has it",
-        "",
-        """    unsigned* p = (unsigned*)out;
+"""),
+    ("a sum by atomicCAS, as the guide has it", "", """    unsigned* p = (unsigned*)out;
     unsigned old = *p, before;
     do {
         before = old;
         old = atomicCAS(p, before, __float_as_uint(__uint_as_float(before) + in[i]));
     } while (old != before);
-""",
-    ),
-    (
-        "a plain read, and an atomicCAS elsewhere",
-        "out",
-        """    unsigned* p = (unsigned*)out;
+"""),
+    ("a plain read, and an atomicCAS elsewhere", "out", """    unsigned* p = (unsigned*)out;
     atomicAdd(p, 1u);
     unsigned old = *p;
     atomicCAS(p + 1, old, old + 1);
-""",
-    ),
-    (
-        "a lock",
-        "",
-        """    __shared__ int lock;
+"""),
+    ("a lock", "", """    __shared__ int lock;
     __shared__ float sum;
     if (t == 0) lock = 0, sum = 0.0f;
     __syncthreads();
@@ -206,12 +128,8 @@ RACES = (  # what a kernel of two warps does; the place that must be named, or "
         }
     __syncthreads();
     out[i] = sum;
-""",
-    ),
-    (
-        "a lock without a fence",
-        "sum",
-        """    __shared__ int lock;
+"""),
+    ("a lock without a fence", "sum", """    __shared__ int lock;
     __shared__ float sum;
     if (t == 0) lock = 0, sum = 0.0f;
     __syncthreads();
@@ -221,34 +139,21 @@ RACES = (  # what a kernel of two warps does; the place that must be named, or "
             atomicExch(&lock, 0);
             done = true;
         }
-""",
-    ),
-    (
-        "a fence of the block, and another block reads",
-        "out",
-        """    if (t == 0) {
+"""),
+    ("a fence of the block, and another block reads", "out", """    if (t == 0) {
         out[blockIdx.x] = in[i];
         __threadfence_block();
         if (atomicAdd(counter, 1) == gridDim.x - 1) out[0] = out[1] + out[2];
     }
-""",
-    ),
-    (
-        "a fence of the GPU, and another block reads",
-        "",
-        """    if (t == 0) {
+"""),
+    ("a fence of the GPU, and another block reads", "", """    if (t == 0) {
         out[blockIdx.x] = in[i];
         __threadfence();
         if (atomicAdd(counter, 1) == gridDim.x - 1) out[0] = out[1] + out[2];
     }
-""",
-    ),
-    (
-        "atomics of halves that share a word",
-        "",
-        """    atomicAdd((__half*)counter + t % 2, __half(1.0f));
-""",
-    ),
+"""),
+    ("atomics of halves that share a word", "",
+     "    atomicAdd((__half*)counter + t % 2, __half(1.0f));\n"),
 )
 
 
@@ -265,25 +170,16 @@ def test_new_races(folder):
     for order in ("forward", "reverse", 5):
         device.set_order(order)
         for k, (name, wish, _) in enumerate(RACES):
-            found = refusal(
-                device.launch,
-                f"races{k}",
-                256,
-                np.ones(256, np.float32),
-                np.ones(256, np.float32),
-                np.zeros(4, np.int32),
-            )
+            found = refusal(device.launch, f"races{k}", 256, np.ones(256, np.float32),
+                            np.ones(256, np.float32), np.zeros(4, np.int32))
             ok = re.search(rf"has a race on {wish}", found or "") if wish else not found
             check(f"{order}: {name}", ok, found)
 
 
 MESSAGES = (  # the body of a kernel, what is said, and a word of the line that is named
     ("out[t] = cube(in[t]);", "cube is declared nowhere", "cube"),
-    (
-        "__syncthread();",
-        "__syncthread is declared nowhere; did you mean __syncthreads",
-        "__syncthread",
-    ),
+    ("__syncthread();", "__syncthread is declared nowhere; did you mean __syncthreads",
+     "__syncthread"),
     ("out[t] = tenfold(in[t]);", "tenfold is used before .* move its function up", "out.t. = tenf"),
     ("out[t] = __dp4a(1, 2, 3);", "CUDA has __dp4a, and the CPU here has not", "__dp4a"),
     ("out[t] = __fmul_rz(1, in[t]);", "CUDA has __fmul_rz, and .* only _rn", "__fmul_rz"),
@@ -299,30 +195,14 @@ MESSAGES = (  # the body of a kernel, what is said, and a word of the line that 
     ("float2 x = {}; __shfl_sync(~0u, x, 1);", "shuffles move one number", "__shfl_sync"),
 )
 ALONE = (  # what stops the compiler, or comes after it: what stands above the kernel, its body, ...
-    (
-        "float cube(float x);",
-        "out[t] = cube(in[t]);",
-        r"cube\(...\) has no body: it is declared, and",
-        "float cube",
-    ),
-    (
-        "__device__ float cube(float x);",
-        "out[t] = cube(in[t]);",
-        r"cube\(...\) has no body",
-        "__device__ float cube",
-    ),
-    (
-        "",
-        "out[t] = __sqrtf(in[t]);",
-        "__sqrtf.* has no body: neither CUDA nor .*did you mean sqrtf",
-        "__sqrtf",
-    ),
-    (
-        "#include <cooperative_groups.h>",
-        "",
-        "CUDA has cooperative_groups.h, and the CPU here has not",
-        "cooperative",
-    ),
+    ("float cube(float x);", "out[t] = cube(in[t]);",
+     r"cube\(...\) has no body: it is declared, and", "float cube"),
+    ("__device__ float cube(float x);", "out[t] = cube(in[t]);", r"cube\(...\) has no body",
+     "__device__ float cube"),
+    ("", "out[t] = __sqrtf(in[t]);", "__sqrtf.* has no body: neither CUDA nor .*did you mean sqrtf",
+     "__sqrtf"),
+    ("#include <cooperative_groups.h>", "",
+     "CUDA has cooperative_groups.h, and the CPU here has not", "cooperative"),
     ("", 'asm volatile("membar.gl;");', "CUDA has PTX", "asm"),
 )
 
@@ -330,10 +210,9 @@ ALONE = (  # what stops the compiler, or comes after it: what stands above the k
 def compiled(path, text):
     """(the device, or None; what the compiler says) of a student's file."""
     path.write_text(text)
-    kernels = type("Kernels", (Config,), dict(SOURCES=(path,)))()
     with mock.patch.dict(os.environ, LC_ALL="C.UTF-8"):
         try:
-            device = Emulated("fp32", kernels, students=[path])
+            device = Emulated("fp32", of_files(path), students=[path])
         except UserError as e:
             return None, str(e)
     return device, device.warnings
@@ -345,8 +224,7 @@ def test_messages(folder):
     def told(body, text, wish, place):
         lines = compiler_lines(Submission(path), text, "fp32")
         ok = re.search(wish, said(lines)) and any(
-            re.search(rf"line \d+: .*{place}", line) for line in lines
-        )
+            re.search(rf"line \d+: .*{place}", line) for line in lines)
         check(body, ok, lines)
 
     path, text, ends = folder / "words.cu", HEAD, []
@@ -360,10 +238,8 @@ def test_messages(folder):
         )
         told(body, of_kernel[0] if of_kernel else "nothing", *expected)
     for above, body, *expected in ALONE:
-        _, text = compiled(
-            path,
-            HEAD + above + "\n" + kernel("alone", "float* out, const float* in", f"    {body}\n"),
-        )
+        _, text = compiled(path, f"{HEAD}{above}\n" + kernel(
+            "alone", "float* out, const float* in", f"    {body}\n"))
         told(f"{above} {body}".strip(), text, *expected)
 
 
@@ -371,18 +247,14 @@ def test_warnings(folder):
     """Warnings, printf, what is not set, a recursion."""
     path = folder / "words.cu"
     text = """__device__ int factorial(int n) { return n < 2 ? 1 : n * factorial(n - 1); }
-""" + kernel(
-        "warned",
-        "float* out, const float* in",
-        """    float sum;
+""" + kernel("warned", "float* out, const float* in", """    float sum;
     for (int v = 0; v < 3; v++) sum += in[v];
     printf("%d {\\n", t / 32 * t);  // "http://here
     out[t] = sum;
     unsigned n = factorial(3);
     if (n >= 0);
     if (t == 1) for (int v = 0; v < out[64]; ) if (in[v] == 7.0f) out[0] = 1;
-""",
-    )
+""")
     for _ in range(2):  # the second time from the cache
         device, said_of_it = compiled(path, HEAD + text)
         lines = warning_lines(Submission(path), said_of_it)
@@ -400,12 +272,7 @@ def test_warnings(folder):
         os.close(write)
     with open(read) as pipe:
         lines = printed_lines(pipe.read())
-    check(
-        "printf goes to stderr, up to 50 lines",
-        lines[:3] == ["0 {"] * 3
-        and len(lines) == 51
-        and lines[-1] == ("only the first 50 lines are shown"),
-        lines[:4],
-    )
+    check("printf goes to stderr, up to 50 lines", lines[:3] == ["0 {"] * 3 and len(lines) == 51
+          and lines[-1] == "only the first 50 lines are shown", lines[:4])
     device.launch("warned", 64, out, np.ones(64, np.float32))
     check("what is not set is no usual number", abs(out[1]) > 1e30, out[:3])

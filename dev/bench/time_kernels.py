@@ -1,0 +1,457 @@
+"""Check and time kernels for Hopper beside what they replace: attention's gradient with five
+products, attention_five.cu, and the products with GELU, gelu_products.cu.
+
+    python -m dev.bench.time_kernels five                  # on a Hopper GPU: checks, then times
+    python -m dev.bench.time_kernels five --shape B=8,T=2048,NH=16 --try AT_ONCE=8,AT_ONCE=32
+    python -m dev.bench.time_kernels gelu --shape "M=65536,C=768;M=8192,C=1600"
+    CXXFLAGS="-O1 -DHOPPER" python -m dev.bench.time_kernels gelu --device emulated  # only checks
+    CXXFLAGS="-O1 -DHOPPER -fsanitize=thread" \\
+        python -m dev.bench.time_kernels five --device emulated --shape T=150  # finds races
+
+They are checked against NumPy in float64 at small sizes. Times are medians in microseconds. Those
+of five stand beside the trainer's kernels with seven products, and cuDNN's gradient if PyTorch is
+installed; those of gelu beside cuBLASLt's. M is the number of rows, B*T.
+"""
+import dataclasses
+import functools
+import os
+from types import SimpleNamespace
+
+import numpy as np
+
+from dev.common.bf16 import to_bf16
+from dev.common.config import Config
+from dev.common.flags import parse_flags
+from dev.common.gpus import capability
+from dev.cpu.emulated import Emulated
+from dev.features.declare import stack
+from dev.features.devices import FastCuda, device_class
+from dev.features.fused_biases import SOURCE as FUSED, SummedOutputs
+from dev.features.hopper.attention_five import (
+    HOPPER, ROWS, SOURCES as FIVE, five_table, launch_delta, launch_dq, launch_five)
+from dev.features.hopper.gelu_products import (
+    HEIGHT, SOURCES as GELU, OwnGelu, multiply_dgelu, multiply_gelu)
+from dev.features.products import TimedProducts
+from dev.lab import heads, timing
+from dev.lab.bench import BF16_LIMIT, Bench
+from dev.lab.ladder import ANY, Ladder, SwitchedConfig, Version, parse_sizes
+from prepro_tinyshakespeare import UserError, run_main
+from train_gpt2 import BF16, read_kernels, to_float
+
+FLAGS = [
+    (None, "kernels", ("five", "gelu"), None, "which to check and to time"),
+    (None, "--device", ("emulated", "cuda"), "cuda", "emulated: only checks"),
+    (None, "--shape", str, None, "sizes to time, or on a CPU to check, several after one another: "
+     "B=8,T=2048,NH=16 or M=65536,C=768;M=8192,C=1600"),
+    (None, "--no-check", "switch", 0, "1: only time"),
+    (None, "--try", str, "AT_ONCE=16", "what to compile five with, in turn: AT_ONCE=8,AT_ONCE=32"),
+]
+
+
+def check_hopper(name, source):
+    """Raise UserError unless a device is Hopper, or emulates it."""
+    like_hopper = "-DHOPPER" in os.environ.get("CXXFLAGS", "").split()
+    if not like_hopper if name == "emulated" else capability() != HOPPER:
+        raise UserError(f"{source.name} is for Hopper: expected such a GPU, or --device emulated "
+                        "with CXXFLAGS=\"-O1 -DHOPPER\"")
+
+
+def in_float64(device, *arrays):
+    return [to_float(device.get(x)).astype(np.float64) for x in arrays]
+
+
+def sums_of_rows(x, height):
+    """The sums of each `height` rows of x (rows,columns), the last of which may be fewer."""
+    return np.pad(x, ((0, -len(x) % height), (0, 0))).reshape(-1, height, x.shape[1]).sum(1)
+
+
+def same_bits(run, *outputs):
+    """Whether run() gives outputs on a GPU the same bits ten times, in words."""
+    first = None
+    for _ in range(10):
+        for x in outputs:
+            x.data.memset_async(255, x.nbytes)
+        run()
+        bits = [x.view(f"u{x.itemsize}").copy() for x in outputs]
+        first = first or bits
+        if not all((x == y).all() for x, y in zip(first, bits)):
+            return "error: other bits in another run"
+    return "the same bits ten times"
+
+
+def us(device, *works):
+    return f"{1e6 * timing.time_rounds(device, works):.0f}"
+
+
+# ---- Attention's gradient with five products
+
+FIVE_CHECKS = ("B=1,T=1,NH=2,NKV=2", "B=2,T=33,NH=3,NKV=3", "B=1,T=150,NH=2,NKV=2",
+               "B=2,T=300,NH=3,NKV=3", "B=1,T=260,NH=4,NKV=2", "B=1,T=200,NH=2,NKV=1,relu=1",
+               "B=1,T=140,NH=2,NKV=2,cold=1", "B=1,T=640,NH=2,NKV=2")
+FIVE_SHAPE = "B=8,T=2048,NH=16,NKV=16"
+ON_CPU = dict(B=1, T=150, NH=2, NKV=2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config128(SwitchedConfig):
+    """Heads of 128 channels."""
+    C: int = 256
+    NH: int = 2
+    defined: tuple = ()  # such as "AT_ONCE=8", for attention_five.cu
+
+    def switches(self):
+        return [*super().switches(), *(f"-D{each}" for each in self.defined)]
+
+
+def problem(draw, B, T, NH, NKV, HS, relu=0, cold=0):
+    return heads.backward_problem(draw, B, T, NH, NKV, HS, relu, cold)
+
+
+def scratch(a):
+    blocks, sizes = -(-a.T // ROWS), {row.name: row.shape for row in five_table(a.B, a.T, a.NH)}
+    return sizes | dict(sums=(a.B, blocks, a.NH + 2 * a.NKV, a.HS), delta=(a.B, a.NH, a.T))
+
+
+def tiled(a, x):
+    return x.reshape(a.B * a.T, -1)
+
+
+def whole_numbers(a):
+    """The arrays, with turns as int32: the ladder makes all scratch float."""
+    a.turns = a.turns.view(np.int32)
+    return a
+
+
+def delta(device, a):
+    launch_delta(device, whole_numbers(a), a.lse, a.out, a.dout, a.B, a.T, a.NH)
+
+
+def with_sums(run):
+    """A version whose kernels also sum columns, as in a training step."""
+    @functools.wraps(run)
+    def work(device, a):
+        device.column_sums = a.sums
+        run(device, a)
+        device.column_sums = None
+    return work
+
+
+def gradients(device, a):
+    launch_five(device, whole_numbers(a), a.dqkv, tiled(a, a.qkv), tiled(a, a.dout), a.scale, a.B,
+                a.T, a.NH, a.NKV)
+
+
+@with_sums
+def round_dq(device, a):
+    launch_dq(device, a, a.dqkv, a.scale, a.B, a.T, a.NH)
+
+
+@with_sums
+def five(device, a):
+    delta(device, a)
+    gradients(device, a)
+    launch_dq(device, a, a.dqkv, a.scale, a.B, a.T, a.NH)
+
+
+seven = with_sums(heads.trainers_backward)
+trainers_q = with_sums(heads.trainers_backward_q)
+trainers_kv = with_sums(heads.trainers_backward_kv)
+
+
+VERSIONS = [Version(what, run, threads=(), scratch=scratch) for what, run in (
+    ("five products", five), ("seven products, the trainer's", seven))]
+# turns is filled with bytes of 255, like all scratch: attention_backward_five_delta must clear it.
+LADDER = Ladder(problem, FIVE_SHAPE, FIVE_CHECKS, tuple(VERSIONS),
+                fp32="lse delta dq stats sums turns", sums="dqkv", limits=heads.ATTENTION_LIMITS,
+                flops=lambda a: 10 * heads.pairs_seen(a) * a.HS,
+                torch=heads.torch_backward)
+
+
+@functools.cache
+def make_five(name, *defined, group=1, relu=0):
+    """A device for heads of 128 channels. Raises UserError unless it is Hopper, or a CPU like
+    it."""
+    check_hopper(name, FIVE[-1])
+    c = Config128(group=group, relu=relu, defined=defined)
+    sources, kind = [FUSED, *FIVE], device_class(name)
+    if name == "emulated":
+        only = {kernel for kernel in read_kernels([*c.SOURCES, *sources])
+                if kernel.startswith(("attention_b", "attention_f"))}
+        kind = type("Few", (Emulated,), dict(
+            __init__=functools.partialmethod(Emulated.__init__, only=only)))
+    return stack(kind, [SummedOutputs])("bf16", c, sources)
+
+
+def make_five_for(name, text, *defined):
+    """The same for sizes in words, with their switches."""
+    sizes = parse_sizes(text)
+    return make_five(name, *defined, group=sizes["NH"] // sizes["NKV"], relu=sizes.get("relu", 0))
+
+
+def bench_for(device, text, **changes):
+    """The bench for sizes in words."""
+    return Bench(LADDER._replace(**changes), device, {**parse_sizes(text), "HS": 128})
+
+
+def check_sums(bench, a):
+    """Raises AssertionError unless the sums of each block's rows are those of dqkv."""
+    dqkv, found = in_float64(bench.device, bench.sets[0].dqkv, bench.scratch.sums)
+    for b, rows in enumerate(dqkv.reshape(a.B, a.T, -1)):
+        wish, sums = sums_of_rows(rows, ROWS), found[b].reshape(-1, rows.shape[1])
+        off = abs(sums - wish) - 1e-5 * sums_of_rows(abs(rows), ROWS)
+        at = np.unravel_index(off.argmax(), off.shape)
+        assert (off <= 0).all(), f"sums[{b}]{at} is wrong"
+
+
+def check_five(device, text, versions=VERSIONS):
+    """Check versions at a size. Returns how many are wrong."""
+    bench, wrong = bench_for(device, text), 0
+    for version in versions:
+        try:
+            found = bench.check(version, {})
+            assert found.place is None, str(found)
+            check_sums(bench, bench.given)
+            said = str(found)
+        except (AssertionError, UserError) as e:
+            wrong, said = wrong + 1, f"error: {e}"
+        print(f"{text}: {version.what}: {said}", flush=True)
+    return wrong
+
+
+def inputs_alone(draw, B, T, NH, NKV, HS):
+    """Inputs to time: of out and lse the forward pass comes first, and no truth."""
+    inputs = heads.sizes_of(B, T, NH, NKV, HS, relu=0) | dict(
+        qkv=draw(B, T, NH + 2 * NKV, HS), dout=draw(B, T, NH, HS), out=np.zeros((B, T, NH, HS)),
+        lse=np.zeros((B, NH, T)))
+    return inputs, dict(dqkv=np.full((B, T, NH + 2 * NKV, HS), ANY))
+
+
+def filled_bench(device, text):
+    """The bench for sizes in words, after the forward pass."""
+    bench = bench_for(device, text, problem=inputs_alone)
+    heads.trainers_forward(device, bench.sets[0])
+    return bench
+
+
+def same(bench):
+    """How far both versions are apart, by Frobenius norm, and whether five gives the same bits in
+    each of ten runs, in words."""
+    dqkv = bench.sets[0].dqkv
+    next(bench.launches(VERSIONS[1], {}))()
+    by_seven, work = to_float(dqkv).astype(np.float32), next(bench.launches(VERSIONS[0], {}))
+
+    def run():
+        bench.fill(bench.scratch, vars(bench.scratch))  # with NaN
+        work()
+
+    said, norm = same_bits(run, dqkv), bench.device.cupy.linalg.norm
+    off = float(norm((to_float(dqkv).astype(np.float32) - by_seven).ravel())
+                / norm(by_seven.ravel()))
+    return f"{said if off < 1e-2 else 'error'}: {off:.1e} from seven products"
+
+
+def time_five(device, text, peers):
+    """Print the times at a size, and with peers those of others. Returns whether results are
+    wrong."""
+    bench = filled_bench(device, text)
+
+    def seconds(run):
+        return us(device, *bench.launches(VERSIONS[0]._replace(run=run), {}))
+
+    said = same(bench)
+    print(said, flush=True)
+    for _ in range(2):
+        words = [f"five {seconds(five)}: delta {seconds(delta)}, dq {seconds(round_dq)}"]
+        if peers:
+            words += [f"seven {seconds(seven)}: q {seconds(trainers_q)}, kv {seconds(trainers_kv)}"]
+            library = timing.time_torch(bench)
+            words += [f"cuDNN {1e6 * library:.0f}"] * bool(library)
+        print(f"{text}, us: {'; '.join(words)}", flush=True)
+    return said.startswith("error")
+
+
+def shape_of_five(text, on_gpu):
+    """All sizes in words, with defaults for those that are not in the text. Raises UserError."""
+    asked, known = parse_sizes(text) if text else {}, parse_sizes(FIVE_SHAPE)
+    if not asked.keys() <= known.keys() or min(asked.values(), default=1) < 1:
+        raise UserError(f"--shape {text}: expected sizes from 1 on, of {', '.join(known)}")
+    if "NH" in asked:
+        asked.setdefault("NKV", asked["NH"])
+    asked = (known if on_gpu else ON_CPU) | asked
+    if asked["NH"] % asked["NKV"]:
+        raise UserError(f"--shape {text}: expected NH, {asked['NH']}, to be a multiple of NKV, "
+                        f"{asked['NKV']}")
+    return ",".join(f"{name}={size}" for name, size in asked.items())
+
+
+# ---- The products with GELU
+
+GELU_KERNELS = {"matmul_gelu", "matmul_dgelu"}
+GELU_CHECKS = ("M=1,C=64", "M=129,C=64", "M=300,C=192", "M=640,C=384,OC=320")
+GELU_SHAPE = "M=65536,C=768"
+
+
+def gelu_and_derivative(x):
+    """float64 of float64; tanh form."""
+    root, inner = np.sqrt(2 / np.pi), x + 0.044715 * x**3
+    t = np.tanh(root * inner)
+    return x / 2 * (1 + t), (1 + t) / 2 + x / 2 * (1 - t * t) * root * (1 + 3 * 0.044715 * x * x)
+
+
+def make_gelu(name, *_):
+    """A device with the kernels, for all sizes. Raises UserError."""
+    check_hopper(name, GELU[-1])
+    config = Config(C=768, NH=12)
+    if name == "emulated":
+        return Emulated("bf16", config, GELU, only=GELU_KERNELS)
+    return stack(FastCuda, [OwnGelu, TimedProducts])("bf16", config, GELU)
+
+
+def array_on(device, shape, dtype):
+    """An array of bytes of 255, which are NaN."""
+    array = device.empty(int(np.prod(shape)) * np.dtype(dtype).itemsize)
+    array[...] = 255
+    return array.view(dtype).reshape(shape)
+
+
+def drawn(device, M, C, OC=None):
+    """Inputs on the device. Of many rows the first 4,096 are repeated. GELU saturates in some."""
+    rng, OC = np.random.default_rng(1), OC or 4 * C
+
+    def draw(scale, *shape):
+        array = array_on(device, shape, BF16)
+        for i in range(0, shape[0], 4096):
+            if i == 0:
+                some = np.float32(scale * rng.standard_normal((min(4096, shape[0]), *shape[1:])))
+                device.put(array[:4096], to_bf16(some))
+            else:
+                array[i : i + 4096] = array[: min(4096, shape[0] - i)]
+        return array
+
+    return SimpleNamespace(inp=draw(1, M, C), w=draw(2 * C**-0.5, OC, C), bias=draw(3, OC),
+                           dout=draw(1, M, C), wproj=draw(C**-0.5, C, OC), fch_in=draw(3, M, OC))
+
+
+def with_outputs(device, a):
+    """The same inputs with outputs of their own."""
+    shape = a.fch_in.shape
+    return SimpleNamespace(**{**vars(a), **{
+        name: array_on(device, shape, BF16) for name in ("fch", "fch_gelu", "dfch")},
+        "sums": array_on(device, (-(-shape[0] // HEIGHT), shape[1]), np.float32)})
+
+
+def gelu(device, a):
+    multiply_gelu(device, a.fch, a.fch_gelu, a.inp, a.w, a.bias)
+
+
+def dgelu(device, a):
+    multiply_dgelu(device, a.dfch, a.sums, a.dout, a.wproj, a.fch_in)
+
+
+def bits_of_gelu(device, a):
+    """Whether both kernels give the same bits ten times, in words."""
+    return same_bits(lambda: (gelu(device, a), dgelu(device, a)), a.fch, a.fch_gelu, a.dfch, a.sums)
+
+
+def off(found, wish):
+    """How far apart, by Frobenius norm."""
+    return np.linalg.norm(found - wish) / np.linalg.norm(wish)
+
+
+def faults(device, a):
+    """Run both on the device. Returns [(what, error, limit)] against NumPy in float64."""
+    a = with_outputs(device, a)
+    inp, w, bias, dout, wproj, fch_in = in_float64(device, a.inp, a.w, a.bias, a.dout, a.wproj,
+                                                   a.fch_in)
+    gelu(device, a)
+    dgelu(device, a)
+    fch, fch_gelu, dfch, sums = in_float64(device, a.fch, a.fch_gelu, a.dfch, a.sums)
+    wish = dout @ wproj * gelu_and_derivative(fch_in)[1]
+    return [("fch", off(fch, inp @ w.T + bias), BF16_LIMIT),
+            ("fch_gelu", off(fch_gelu, gelu_and_derivative(fch)[0]), BF16_LIMIT),
+            ("dfch", off(dfch, wish), BF16_LIMIT),
+            ("sums", off(sums, sums_of_rows(dfch, HEIGHT)), 1e-6)]
+
+
+def check_gelu(device, text):
+    """Check both at a size. Returns how many results are wrong."""
+    found = faults(device, drawn(device, **parse_sizes(text)))
+    print(f"{text}: " + ", ".join(f"{what} {error:.1e}{'' if error <= limit else ' WRONG'}"
+                                  for what, error, limit in found), flush=True)
+    return sum(not error <= limit for _, error, limit in found)
+
+
+def most_apart(ours, theirs):
+    """(the largest difference, NaN if there is one; the largest number), of arrays on a GPU."""
+    parts = [[to_float(x[i : i + 4096]).astype(np.float32) for x in (ours, theirs)]
+             for i in range(0, len(ours), 4096)]
+    return (float(np.max([float(abs(x - y).max()) for x, y in parts])),
+            max(float(abs(y).max()) for _, y in parts))
+
+
+def time_gelu(device, text, peers):
+    """Print the times at a size beside cuBLASLt's, and how far its results are from ours. Returns
+    whether results are wrong."""
+    a = with_outputs(device, drawn(device, **parse_sizes(text)))
+    b = with_outputs(device, a)
+    library = super(OwnGelu, device).matmul
+    said = bits_of_gelu(device, a)
+    library(b.fch, b.inp, b.w.T, b.bias, gelu=b.fch_gelu)
+    library(b.dfch, b.dout, b.wproj, dgelu_at=b.fch_in)
+    apart = ("{} max difference {:.2g} of {:.2g}".format(name, *most_apart(
+        getattr(a, name), getattr(b, name))) for name in ("fch", "fch_gelu", "dfch"))
+    print(f"{text}: {'; '.join([said, *apart])}", flush=True)
+    rows = {  # what: the work
+        "ours: gelu": lambda: gelu(device, a), "dgelu": lambda: dgelu(device, a),
+        "without sums": lambda: multiply_dgelu(device, a.dfch, None, a.dout, a.wproj, a.fch_in),
+        "cuBLASLt: gelu": lambda: library(b.fch, b.inp, b.w.T, b.bias, gelu=b.fch_gelu),
+        "its dgelu": lambda: library(b.dfch, b.dout, b.wproj, dgelu_at=b.fch_in),
+        "plain forward": lambda: library(b.fch, b.inp, b.w.T),
+        "plain backward": lambda: library(b.dfch, b.dout, b.wproj),
+        "with bias": lambda: library(b.fch, b.inp, b.w.T, b.bias)}
+    for _ in range(2):
+        words = ", ".join(f"{what} {us(device, work)}" for what, work in rows.items())
+        print(f"{text}, us: {words}", flush=True)
+    return said.startswith("error")
+
+
+def shape_of_gelu(text, on_gpu):
+    """The sizes in words, or the default. Raises UserError."""
+    sizes = parse_sizes(text or GELU_SHAPE)
+    if not {"M", "C"} <= sizes.keys() <= {"M", "C", "OC"} or not all(sizes.values()) or (
+            sizes["C"] % 64 or sizes.get("OC", 0) % 64):
+        raise UserError(f"--shape {text}: expected M, C and perhaps OC, with C and OC multiples of "
+                        "64, such as M=8192,C=1600")
+    return text or GELU_SHAPE
+
+
+# ---- The program
+
+
+KINDS = {"five": (shape_of_five, FIVE_CHECKS, make_five_for, check_five, time_five),
+         "gelu": (shape_of_gelu, GELU_CHECKS, make_gelu, check_gelu, time_gelu)}
+
+
+def main(arguments=None):
+    flags = parse_flags(__doc__, FLAGS, arguments)
+    shape_of, checks, make, check, time = KINDS[flags.kernels]
+    wrong, on_gpu = 0, flags.device == "cuda"
+    shapes = [shape_of(text, on_gpu) for text in (flags.shape or "").split(";")]
+    if flags.shape and not on_gpu:
+        checks = shapes
+    tries = getattr(flags, "try").split(",") if flags.kernels == "five" else [""]
+    for i, tried in enumerate(tries):
+        print(tried or flags.kernels)
+        defined = tried.split("+")
+        if not flags.no_check:
+            wrong += sum(check(make(flags.device, text, *defined), text)
+                         for text in (checks if i == 0 else checks[-1:]))
+        for text in shapes if on_gpu and not wrong else ():
+            device = make(flags.device, text, *defined)
+            with device.cupy.cuda.Stream(non_blocking=True):  # the default is not recorded
+                wrong += time(device, text, peers=i == 0)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    run_main(main)
