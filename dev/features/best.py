@@ -67,6 +67,12 @@ class Judged:
 
 class JudgedAndKept:
     """The best weights in a run's folder."""
+    writing = False  # whether a best file is being written
+
+    def validate(self, done):
+        if self.writing:  # the lowest loss is known when it is done, or has failed
+            self.folder.writer.wait()
+        return super().validate(done)
 
     def state(self, model):
         return super().state(model) | dict(lowest=self.lowest if self.lowest["best"] >= 0 else None)
@@ -90,6 +96,7 @@ class JudgedAndKept:
         path = folder.path / FILE.format(done)
 
         def finish(failure):
+            self.writing = False
             if failure:
                 self.lowest = before  # so that a later one is written
                 folder.news.append(f"WARNING: no {path.name}: {failure}")
@@ -97,6 +104,8 @@ class JudgedAndKept:
                 folder.news.append(f"wrote {path}, of the lowest val loss")
                 self.remove_worse()
 
+        folder.writer.wait()  # for a checkpoint
+        self.writing = True
         folder.writer.save({path: checkpoint_parts(model.config, views, real)}, finish)
 
     def remove_worse(self, done=False):

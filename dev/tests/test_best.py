@@ -2,6 +2,7 @@
 stops, and that a run that is killed and resumed does the same. On the CPU only."""
 import json
 import re
+import time
 from unittest import mock
 
 import pytest
@@ -93,6 +94,7 @@ def test_not_written(folder):
     before is written. The run goes on."""
     def replace_file(path, parts):
         if path.name == "best_00000008.bin":
+            time.sleep(0.2)  # the run goes on meanwhile
             raise OSError(28, "No space left on device")
         replace(path, parts)
 

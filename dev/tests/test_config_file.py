@@ -150,10 +150,10 @@ def test_refused(folder):
     with mock.patch.dict(sys.modules, tomllib=None):
         (folder / "a.toml").write_text("clip = 1")
         check_line("Python 3.10", folder / "a.toml", "Python before 3.11 reads no TOML: .*")
-    (folder / "a.toml").write_text('temperature = 0.5\n')
+    (folder / "a.toml").write_text("checkpoints-kept = 2")
     error = call("--config", folder / "a.toml")[2]
-    check("needs", error == "error: --temperature: expected --sample too; --help says what they "
-          "do\n", error)
+    check("needs", error == "error: --checkpoints-kept: expected --checkpoint-every too; --help "
+          "says what they do\n", error)
 
 
 def test_every_flag():
