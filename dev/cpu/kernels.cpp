@@ -460,14 +460,15 @@ void fused_classifier(real* logits, float* losses, const int* targets, float dlo
 #pragma omp parallel for
     for (long n = 0; n < N; n++) {
         real* x = logits + n * Vp;
-        float largest = x[0], sum = 0.0f;
+        float largest = x[0];
+        double sum = 0.0;  // of 50,257 numbers, or of 128,256
 #pragma omp simd reduction(max : largest)
         for (int v = 0; v < V; v++) largest = x[v] > largest ? (float)x[v] : largest;
 #pragma omp simd reduction(+ : sum)
         for (int v = 0; v < V; v++) sum += exponential(x[v] - largest);
-        losses[n] = logf(sum) + largest - x[targets[n]];
+        losses[n] = (float)log(sum) + largest - x[targets[n]];
         if (!with_gradient) continue;
-        float target = x[targets[n]], factor = dloss / sum;
+        float target = x[targets[n]], factor = dloss / (float)sum;
 #pragma omp simd
         for (int v = 0; v < V; v++) x[v] = factor * exponential(x[v] - largest);
         x[targets[n]] = factor * exponential(target - largest) - dloss;
