@@ -1,18 +1,21 @@
 /*
-The kernels of kernels.cu as plain loops, for --device cpu: under the same names, with the same arguments, in the same
-order, each forward next to its backward. Read this file to see a layer and its derivative without threads, tiles and
-shared memory; kernels.cu says what a GPU makes of it.
+The kernels of kernels.cu as plain loops, for --device cpu: under the same names, with the same
+arguments, in the same order, each forward next to its backward. Read this file to see a layer and
+its derivative without threads, warps and shared memory; kernels.cu says what a GPU makes of it.
 
-Sizes as there: B sequences of T tokens, N = B*T rows; C channels; V words, padded to Vp; NH heads of HS channels, of
-which GROUP share one of the NKV heads of keys and values (in GPT-2 GROUP = 1, so NKV = NH). Arrays are row-major. What is stored as real is fp32 or bf16, and
-all arithmetic is in fp32. Its rules hold too: the gradient of a parameter is set, or added to if `adds`, and every run
-gives the same bits, here with any number of threads: who computes a number may change, but not the order of its sum.
+Sizes as there: B sequences of T tokens, N = B*T rows; C channels; V words, padded to Vp; NH heads
+of HS channels, of which GROUP share one of the NKV heads of keys and values (in GPT-2 GROUP = 1, so
+NKV = NH). Arrays are row-major. What is stored as real is fp32 or bf16; all arithmetic is in fp32.
+Its rules hold too: the gradient of a parameter is set, or added to if `adds`; and every run gives
+the same bits, here with any number of threads: these share the work, and change no sum's order.
 
-kernels.cu is compiled for one model, and a kernel knows its grid. A loop gets these as further arguments, by name:
-C, HS, GROUP; blocks, how many partial sums it makes; heads, how many there are in all sequences together.
+kernels.cu is compiled for one model, and a kernel knows its grid. A loop gets these as further
+arguments, by name: C, HS, GROUP; blocks, how many partial sums it makes; heads, how many there are
+in all sequences together.
 
-"omp parallel for" shares a loop out to all cores. "omp simd" runs the innermost one in vectors: it promises that no
-iteration needs what another writes, but for a sum named in reduction(+), of which each lane then has a part.
+"omp parallel for" shares a loop out to all cores. "omp simd" runs the innermost one in vectors: it
+promises that no iteration needs what another writes, except a sum named in reduction(+), of which
+each lane of a vector then adds up a part.
 */
 #include <algorithm>
 #include <cmath>
@@ -45,21 +48,24 @@ struct real {
 using real = float;
 #endif
 
-// e^x = 2^n e^f, where n is x/log(2), rounded, and so |f| <= log(2)/2: there a polynomial is as good as fp32 (Cephes).
-// The number 1.5 * 2^23 has no bits below 1: adding it rounds, and leaves n in the lowest bits. 2^n is then a matter of
-// writing n + 127 where a float keeps its exponent: 255 means infinity, and 0 makes zero. A NaN stays one.
+// e^x = 2^n e^f, where n is x/log(2), rounded, and so |f| <= log(2)/2: there a polynomial is as
+// good as fp32 (Cephes). The number 1.5 * 2^23 has no bits below 1: adding it rounds, and leaves n
+// in the lowest bits. 2^n is then a matter of writing n + 127 where a float keeps its exponent: 255
+// means infinity, and 0 makes zero. A NaN stays one.
 constexpr float LOG2_E = 1.442695041f, LN_2 = 0.6931471806f;
 inline float exponential(float x) {
     x = x < -88.0f ? -88.0f : x > 89.0f ? 89.0f : x;
     float shifted = x * LOG2_E + 12582912.0f, n = shifted - 12582912.0f;
-    float f = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // log(2) in two parts: the first product is exact
+    // log(2) in two parts: the first product is exact
+    float f = (x - n * 0.693359375f) + n * 2.12194440e-4f;
     float p = 1.9875691500e-4f;
     p = p * f + 1.3981999507e-3f;
     p = p * f + 8.3334519073e-3f;
     p = p * f + 4.1665795894e-2f;
     p = p * f + 1.6666665459e-1f;
     p = p * f + 5.0000001201e-1f;
-    return (p * f * f + f + 1.0f) * bits_as<float>((bits_as<uint32_t>(shifted) << 23) + 0x3f800000u);
+    float power = bits_as<float>((bits_as<uint32_t>(shifted) << 23) + 0x3f800000u);  // 2^n
+    return (p * f * f + f + 1.0f) * power;
 }
 
 extern "C" {
@@ -67,7 +73,8 @@ extern "C" {
 // ---- encoder: token and position embeddings ----
 
 // out (N,C) = wte (Vp,C)[token] + wpe (maxT,C)[position], the latter unless wpe is null
-void encoder_forward(float* out, const int* tokens, const real* wte, const real* wpe, int N, int T, int C) {
+void encoder_forward(float* out, const int* tokens, const real* wte, const real* wpe, int N, int T,
+                     int C) {
 #pragma omp parallel for
     for (long n = 0; n < N; n++) {
         float* x = out + n * C;
@@ -77,10 +84,11 @@ void encoder_forward(float* out, const int* tokens, const real* wte, const real*
     }
 }
 
-// dwte (Vp,C)[token] += dout (N,C), row by row. Two cores must not add to the same row of dwte, so the host has sorted
-// the positions by token: order (N), of which a run (first, length) has one token. Unused runs are zeros.
-void encoder_backward_wte(float* dwte, const real* dout, const int* tokens, const int* order, const int* runs, int N,
-                          int C) {
+// dwte (Vp,C)[token] += dout (N,C), row by row. Two cores must not add to the same row of dwte, so
+// the host has sorted the positions by token: order (N), of which a run (first, length) has one
+// token. Unused runs are zeros.
+void encoder_backward_wte(float* dwte, const real* dout, const int* tokens, const int* order,
+                          const int* runs, int N, int C) {
 #pragma omp parallel for schedule(dynamic, 8)
     for (int i = 0; i < N; i++) {
         const int *positions = order + runs[2 * i], length = runs[2 * i + 1];
@@ -111,8 +119,9 @@ void encoder_backward_wpe(float* dwpe, const real* dout, int B, int T, int maxT,
 
 // x (N,C) += branch (N,C), unless branch is null; copy (N,C) = x. Then, for each row,
 //   out = (x - mean) * rstd * weight + bias, with rstd = 1/sqrt(variance + 1e-5)
-void residual_layernorm_forward(real* out, float* mean, float* rstd, real* copy, float* x, const real* branch,
-                                const real* weight, const real* bias, int N, int C) {
+void residual_layernorm_forward(real* out, float* mean, float* rstd, real* copy, float* x,
+                                const real* branch, const real* weight, const real* bias, int N,
+                                int C) {
 #pragma omp parallel for
     for (long n = 0; n < N; n++) {
         float* row = x + n * C;
@@ -139,10 +148,11 @@ void residual_layernorm_forward(real* out, float* mean, float* rstd, real* copy,
 // With norm = (inp - mean) * rstd, and dnorm = dout * weight, for each row:
 //   dresidual (N,C) += rstd * (dnorm - average(dnorm) - norm * average(dnorm * norm))
 //   dweight (C) = the sum over rows of dout * norm, and dbias (C) of dout
-// The two averages are there since mean and rstd depend on inp too. Each of `blocks` shares of the rows makes a row of
-// partials (2,blocks,C), for dweight and dbias; add_partials adds them up.
-void layernorm_backward(real* dresidual, float* partials, const real* dout, const real* inp, const real* weight,
-                        const float* mean, const float* rstd, int N, int C, int blocks) {
+// The two averages are there since mean and rstd depend on inp too. Each of `blocks` shares of the
+// rows makes a row of partials (2,blocks,C), for dweight and dbias; add_partials adds them up.
+void layernorm_backward(real* dresidual, float* partials, const real* dout, const real* inp,
+                        const real* weight, const float* mean, const float* rstd, int N, int C,
+                        int blocks) {
 #pragma omp parallel for
     for (long block = 0; block < blocks; block++) {
         float *dweight = partials + block * C, *dbias = partials + (blocks + block) * C;
@@ -172,7 +182,8 @@ void layernorm_backward(real* dresidual, float* partials, const real* dout, cons
 
 // ---- the bias of a linear layer, backward: the sum of each column ----
 
-// partials (blocks,OC) = for each of `blocks` shares of the rows of dout (N,OC), the sum of each column
+// partials (blocks,OC) = for each of `blocks` shares of the rows of dout (N,OC), the sum of each
+// column
 void matmul_backward_bias(float* partials, const real* dout, int N, int OC, int blocks) {
 #pragma omp parallel for
     for (long block = 0; block < blocks; block++) {
@@ -184,7 +195,8 @@ void matmul_backward_bias(float* partials, const real* dout, int N, int OC, int 
     }
 }
 
-// out1 (C), out2 (C) = the sums over the rows of partials (2,blocks,C); or += with adds. A null output is skipped.
+// out1 (C), out2 (C) = the sums over the rows of partials (2,blocks,C); or += with adds. A null
+// output is skipped.
 void add_partials(float* out1, float* out2, const float* partials, int blocks, int C, int adds) {
     for (float* out : {out1, out2}) {
         if (out && !adds) std::fill(out, out + C, 0.0f);
@@ -218,15 +230,16 @@ struct Matrix {
     long rows, columns;
     std::vector<float> numbers;
     Matrix(long rows, long columns)
-        : rows((rows + BLOCK - 1) / BLOCK * BLOCK), columns((columns + COLUMNS - 1) / COLUMNS * COLUMNS),
+        : rows((rows + BLOCK - 1) / BLOCK * BLOCK),
+          columns((columns + COLUMNS - 1) / COLUMNS * COLUMNS),
           numbers(this->rows * this->columns) {}
     float* operator[](long i) { return &numbers[i * columns]; }
 };
 
-// sum (I,J) += left (I,K) right (K,J), rows of which are `ls`, `lr` numbers apart. left's number (i,k) is at
-// left[i * li + k * lk]: so it can be the transpose of what is in memory.
-static void add_product(float* sum, long ls, const float* left, long li, long lk, const float* right, long lr, long I,
-                        long J, long K) {
+// sum (I,J) += left (I,K) right (K,J), rows of which are `ls`, `lr` numbers apart. left's number
+// (i,k) is at left[i * li + k * lk]: so it can be the transpose of what is in memory.
+static void add_product(float* sum, long ls, const float* left, long li, long lk,
+                        const float* right, long lr, long I, long J, long K) {
     for (long j = 0; j < J; j += COLUMNS)
         for (long i = 0; i < I; i += ROWS) {
             float tile[ROWS][COLUMNS] = {};
@@ -240,7 +253,8 @@ static void add_product(float* sum, long ls, const float* left, long li, long lk
         }
 }
 
-// One head of an array (B,T,heads,HS), as a matrix (T,HS). `at` is its first number, `width` a row's numbers.
+// One head of an array (B,T,heads,HS), as a matrix (T,HS). `at` is its first number, `width` a
+// row's numbers.
 static Matrix head_of(const real* at, long width, int T, int HS) {
     Matrix x(T, HS);
     for (long t = 0; t < T; t++)
@@ -263,22 +277,26 @@ static Matrix transposed_head_of(const real* at, long width, int T, int HS) {
     return x;
 }
 
-// to (rows,keys) = x (rows,HS) y', for the `rows` rows of x from `first` on, and the keys up to them. y' is transposed.
-static void multiply_block(Matrix& to, Matrix& x, Matrix& y_transposed, long first, long rows, int HS) {
+// to (rows,keys) = x (rows,HS) y', for the `rows` rows of x from `first` on, and the keys up to
+// them. y' is transposed.
+static void multiply_block(Matrix& to, Matrix& x, Matrix& y_transposed, long first, long rows,
+                           int HS) {
     std::fill(to.numbers.begin(), to.numbers.end(), 0.0f);
-    add_product(to[0], to.columns, x[first], x.columns, 1, y_transposed[0], y_transposed.columns, rows, first + rows,
-                HS);
+    add_product(to[0], to.columns, x[first], x.columns, 1, y_transposed[0], y_transposed.columns,
+                rows, first + rows, HS);
 }
 
 extern "C" {
 
-// qkv (B,T,NH+2NKV,HS) has queries, keys, values; NH/NKV heads of queries share one of keys and values. out
-// (B,T,NH,HS). For the backward pass, lse (B,NH,T) = log2 of the sum over keys of 2^(scale * log2(e) * score).
-void attention_forward(real* out, float* lse, const real* qkv, float scale, int T, int NH, int HS, int GROUP,
-                       int heads) {
+// qkv (B,T,NH+2NKV,HS) has queries, keys, values; NH/NKV heads of queries share one of keys and
+// values. out (B,T,NH,HS). For the backward pass, lse (B,NH,T) = log2 of the sum over keys of
+// 2^(scale * log2(e) * score).
+void attention_forward(real* out, float* lse, const real* qkv, float scale, int T, int NH, int HS,
+                       int GROUP, int heads) {
 #pragma omp parallel for
     for (long head = 0; head < heads; head++) {
-        long b = head / NH, h = head % NH, kv = h / GROUP, NKV = NH / GROUP, width = (NH + 2 * NKV) * HS;
+        long b = head / NH, h = head % NH, kv = h / GROUP, NKV = NH / GROUP,
+            width = (NH + 2 * NKV) * HS;
         const real* sequence = qkv + b * T * width;
         Matrix q = head_of(sequence + h * HS, width, T, HS);
         Matrix k_transposed = transposed_head_of(sequence + (NH + kv) * HS, width, T, HS);
@@ -302,7 +320,8 @@ void attention_forward(real* out, float* lse, const real* qkv, float scale, int 
                 inverse[i] = 1.0f / sum;
                 lse[head * T + t] = scale * LOG2_E * largest + log2f(sum);
             }
-            add_product(y[first], y.columns, scores[0], scores.columns, 1, v[0], v.columns, rows, HS, keys);
+            add_product(y[first], y.columns, scores[0], scores.columns, 1, v[0], v.columns, rows,
+                        HS, keys);
             for (long i = 0; i < rows; i++)
                 for (int c = 0; c < HS; c++) y[first + i][c] *= inverse[i];
         }
@@ -312,13 +331,13 @@ void attention_forward(real* out, float* lse, const real* qkv, float scale, int 
 
 }  // extern "C"
 
-// For a block of queries, as the backward pass has them: weights (rows,keys) = softmax again, from lse; and
+// For a block of queries, in the backward pass: weights (rows,keys) = softmax again, from lse; and
 //   dweights = dout v'        dscores = weights * (dweights - delta)
-// delta is the sum over keys of weight * dweight, which is also that over channels of out * dout. The factor scale of
-// dscores is left to their users.
-static void weights_and_dscores(Matrix& weights, Matrix& dscores, Matrix& q, Matrix& k_transposed, Matrix& dout,
-                                Matrix& v_transposed, const float* lse, const float* delta, float scale, long first,
-                                long rows, int HS) {
+// delta is the sum over keys of weight * dweight, which is also that over channels of out * dout.
+// The factor scale of dscores is left to their users.
+static void weights_and_dscores(Matrix& weights, Matrix& dscores, Matrix& q, Matrix& k_transposed,
+                                Matrix& dout, Matrix& v_transposed, const float* lse,
+                                const float* delta, float scale, long first, long rows, int HS) {
     multiply_block(weights, q, k_transposed, first, rows, HS);      // the scores, at first
     multiply_block(dscores, dout, v_transposed, first, rows, HS);   // dweights, at first
     for (long i = 0; i < rows; i++) {
@@ -336,14 +355,18 @@ static void weights_and_dscores(Matrix& weights, Matrix& dscores, Matrix& q, Mat
 
 extern "C" {
 
-// dq (T,HS) = scale * dscores k, in dqkv, which has qkv's shape. Leaves delta (B,NH,T) for the next one.
-void attention_backward_q(real* dqkv, float* delta, const float* lse, const real* out, const real* qkv,
-                          const real* dout, float scale, int T, int NH, int HS, int GROUP, int heads) {
+// dq (T,HS) = scale * dscores k, in dqkv, which has qkv's shape. Leaves delta (B,NH,T) for the next
+// one.
+void attention_backward_q(real* dqkv, float* delta, const float* lse, const real* out,
+                          const real* qkv, const real* dout, float scale, int T, int NH, int HS,
+                          int GROUP, int heads) {
 #pragma omp parallel for
     for (long head = 0; head < heads; head++) {
-        long b = head / NH, h = head % NH, kv = h / GROUP, NKV = NH / GROUP, width = (NH + 2 * NKV) * HS;
+        long b = head / NH, h = head % NH, kv = h / GROUP, NKV = NH / GROUP,
+            width = (NH + 2 * NKV) * HS;
         const real* sequence = qkv + b * T * width;
-        Matrix q = head_of(sequence + h * HS, width, T, HS), k = head_of(sequence + (NH + kv) * HS, width, T, HS);
+        Matrix q = head_of(sequence + h * HS, width, T, HS);
+        Matrix k = head_of(sequence + (NH + kv) * HS, width, T, HS);
         Matrix k_transposed = transposed_head_of(sequence + (NH + kv) * HS, width, T, HS);
         Matrix v_transposed = transposed_head_of(sequence + (NH + NKV + kv) * HS, width, T, HS);
         Matrix y = head_of(out + (b * T * NH + h) * HS, (long)NH * HS, T, HS);
@@ -357,18 +380,20 @@ void attention_backward_q(real* dqkv, float* delta, const float* lse, const real
         Matrix weights(BLOCK, T), dscores(BLOCK, T), dq(T, HS);
         for (long first = 0; first < T; first += BLOCK) {
             long rows = std::min(BLOCK, T - first);
-            weights_and_dscores(weights, dscores, q, k_transposed, dy, v_transposed, lse + head * T, delta + head * T,
-                                scale, first, rows, HS);
-            add_product(dq[first], dq.columns, dscores[0], dscores.columns, 1, k[0], k.columns, rows, HS,
-                        first + rows);
+            weights_and_dscores(weights, dscores, q, k_transposed, dy, v_transposed,
+                                lse + head * T, delta + head * T, scale, first, rows, HS);
+            add_product(dq[first], dq.columns, dscores[0], dscores.columns, 1, k[0], k.columns,
+                        rows, HS, first + rows);
         }
         store_head(dqkv + b * T * width + h * HS, width, T, HS, scale, dq);
     }
 }
 
-// dk (T,HS) = scale * dscores' q and dv (T,HS) = weights' dout, summed over the heads of queries that share k and v
-void attention_backward_kv(real* dqkv, const float* delta, const float* lse, const real* qkv, const real* dout,
-                           float scale, int T, int NH, int HS, int GROUP, int heads) {
+// dk (T,HS) = scale * dscores' q and dv (T,HS) = weights' dout, summed over the heads of queries
+// that share k and v
+void attention_backward_kv(real* dqkv, const float* delta, const float* lse, const real* qkv,
+                           const real* dout, float scale, int T, int NH, int HS, int GROUP,
+                           int heads) {
 #pragma omp parallel for
     for (long head = 0; head < heads; head++) {
         long NKV = NH / GROUP, b = head / NKV, kv = head % NKV, width = (NH + 2 * NKV) * HS;
@@ -382,10 +407,12 @@ void attention_backward_kv(real* dqkv, const float* delta, const float* lse, con
             Matrix dy = head_of(dout + (b * T * NH + h) * HS, (long)NH * HS, T, HS);
             for (long first = 0; first < T; first += BLOCK) {
                 long rows = std::min(BLOCK, T - first), keys = first + rows;
-                weights_and_dscores(weights, dscores, q, k_transposed, dy, v_transposed, lse + of_head,
-                                    delta + of_head, scale, first, rows, HS);
-                add_product(dv[0], dv.columns, weights[0], 1, weights.columns, dy[first], dy.columns, keys, HS, rows);
-                add_product(dk[0], dk.columns, dscores[0], 1, dscores.columns, q[first], q.columns, keys, HS, rows);
+                weights_and_dscores(weights, dscores, q, k_transposed, dy, v_transposed,
+                                    lse + of_head, delta + of_head, scale, first, rows, HS);
+                add_product(dv[0], dv.columns, weights[0], 1, weights.columns, dy[first],
+                            dy.columns, keys, HS, rows);
+                add_product(dk[0], dk.columns, dscores[0], 1, dscores.columns, q[first], q.columns,
+                            keys, HS, rows);
             }
         }
         store_head(dqkv + b * T * width + (NH + kv) * HS, width, T, HS, scale, dk);
@@ -399,7 +426,9 @@ void attention_backward_kv(real* dqkv, const float* delta, const float* lse, con
 
 // gelu(x) = x/2 (1 + tanh u) = x g with u = sqrt(2/pi) (x + 0.044715 x^3) and g = 1/(1 + exp(-2u))
 constexpr float SQRT_8_OVER_PI = 1.595769122f;
-inline float gelu(float x) { return x / (1.0f + exponential(-SQRT_8_OVER_PI * (x + 0.044715f * x * x * x))); }
+inline float gelu(float x) {
+    return x / (1.0f + exponential(-SQRT_8_OVER_PI * (x + 0.044715f * x * x * x)));
+}
 
 // d(x g)/dx = g + x g (1 - g) d(2u)/dx
 inline float gelu_derivative(float x) {
@@ -423,21 +452,23 @@ void gelu_backward(real* dinp, const real* inp, int N, int OC) {
 
 // ---- classifier: softmax, cross-entropy and its gradient ----
 
-// losses (N) = -log(softmax(logits (N,Vp)[row, 0..V-1])[target]). With with_gradient, the logits become their
-// gradient, dloss * (softmax - onehot), where onehot is 1 at the target; the padding becomes zeros.
-void fused_classifier(real* logits, float* losses, const int* targets, float dloss, int N, int V, int Vp,
-                      int with_gradient, int room) {  // room: for a GPU
+// losses (N) = -log(softmax(logits (N,Vp)[row, 0..V-1])[target]). With with_gradient, the logits
+// become their gradient, dloss * (softmax - onehot), where onehot is 1 at the target; the padding
+// becomes zeros. room is for a GPU.
+void fused_classifier(real* logits, float* losses, const int* targets, float dloss, int N, int V,
+                      int Vp, int with_gradient, int room) {
 #pragma omp parallel for
     for (long n = 0; n < N; n++) {
         real* x = logits + n * Vp;
-        float largest = x[0], sum = 0.0f;
+        float largest = x[0];
+        double sum = 0.0;  // of 50,257 numbers, or of 128,256
 #pragma omp simd reduction(max : largest)
         for (int v = 0; v < V; v++) largest = x[v] > largest ? (float)x[v] : largest;
 #pragma omp simd reduction(+ : sum)
         for (int v = 0; v < V; v++) sum += exponential(x[v] - largest);
-        losses[n] = logf(sum) + largest - x[targets[n]];
+        losses[n] = (float)log(sum) + largest - x[targets[n]];
         if (!with_gradient) continue;
-        float target = x[targets[n]], factor = dloss / sum;
+        float target = x[targets[n]], factor = dloss / (float)sum;
 #pragma omp simd
         for (int v = 0; v < V; v++) x[v] = factor * exponential(x[v] - largest);
         x[targets[n]] = factor * exponential(target - largest) - dloss;
@@ -448,13 +479,15 @@ void fused_classifier(real* logits, float* losses, const int* targets, float dlo
 // ---- the gradient's norm, and AdamW ----
 // (Kingma and Ba 2014, algorithm 1; Loshchilov and Hutter 2017, algorithm 2)
 
-// norm[0] = the square root of the sum of the squares of grads (n), from the sums of `blocks` shares, norm[2..]
+// norm[0] = the square root of the sum of the squares of grads (n), from the sums of `blocks`
+// shares, norm[2..]
 void global_norm(float* norm, const float* grads, size_t n, int blocks) {
 #pragma omp parallel for
     for (long block = 0; block < blocks; block++) {
         double sum = 0.0;  // in fp32, thousands of small squares would be lost beside their sum
 #pragma omp simd reduction(+ : sum)
-        for (size_t i = block * n / blocks; i < (block + 1) * n / blocks; i++) sum += (double)grads[i] * grads[i];
+        for (size_t i = block * n / blocks; i < (block + 1) * n / blocks; i++)
+            sum += (double)grads[i] * grads[i];
         norm[2 + block] = sum;
     }
     double sum = 0.0;
@@ -485,8 +518,9 @@ void judge(Verdict* verdict, const float* norm) {
 
 }  // extern "C"
 
-// The fp32 parameter that AdamW updates. In fp32 it is params[i], and low is null. In bf16 params has its upper half,
-// rounded, and low what rounding took away, signed, so that the bits are (param << 16) + low.
+// The fp32 parameter that AdamW updates. In fp32 it is params[i], and low is null. In bf16 params
+// has its upper half, rounded, and low what rounding took away, signed, so that the bits are (param
+// << 16) + low.
 #ifdef BF16
 inline float master(const real* params, const int16_t* low, size_t i) {
     return bits_as<float>(((uint32_t)params[i].bits << 16) + (int32_t)low[i]);
@@ -494,7 +528,8 @@ inline float master(const real* params, const int16_t* low, size_t i) {
 inline void store_master(real* params, int16_t* low, size_t i, float x) {
     uint32_t bits = bits_as<uint32_t>(x);
     low[i] = bits;
-    // Ties round away from zero: then `low` alone says which way. A NaN's bits could overflow, so it is cut off.
+    // Ties round away from zero: then `low` alone says which way. A NaN's bits could overflow, so
+    // it is cut off.
     params[i].bits = (x == x ? bits + 0x8000 : bits) >> 16;
 }
 #else
@@ -509,19 +544,22 @@ extern "C" {
 //   p -= learning_rate (m correction1 / (sqrt(v correction2) + eps) + weight_decay p)
 // Tensor i begins at starts[i] in the arenas, and decayed[i] says whether it gets weight decay.
 void adamw(real* params, int16_t* low, const float* grads, float* m, float* v, const size_t* starts,
-           const int* decayed, int tensors, size_t n, const AdamW* settings, const Verdict* verdict) {
+           const int* decayed, int tensors, size_t n, const AdamW* settings,
+           const Verdict* verdict) {
     if (!verdict->update) return;
     AdamW a = *settings;
     float scale = a.clip > 0.0f && verdict->norm > a.clip ? a.clip / verdict->norm : 1.0f;
     for (int tensor = 0; tensor < tensors; tensor++) {
         float decay = decayed[tensor] ? a.weight_decay : 0.0f;
-        size_t first = tensor ? starts[tensor] : 0, end = tensor + 1 < tensors ? std::min(starts[tensor + 1], n) : n;
+        size_t first = tensor ? starts[tensor] : 0;
+        size_t end = tensor + 1 < tensors ? std::min(starts[tensor + 1], n) : n;
 #pragma omp parallel for simd
         for (size_t i = first; i < end; i++) {
             float g = scale * grads[i], p = master(params, low, i);
             m[i] += a.rate1 * (g - m[i]);
             v[i] += a.rate2 * (g * g - v[i]);
-            p -= a.learning_rate * (m[i] * a.correction1 / (sqrtf(v[i] * a.correction2) + a.eps) + decay * p);
+            float change = m[i] * a.correction1 / (sqrtf(v[i] * a.correction2) + a.eps);
+            p -= a.learning_rate * (change + decay * p);
             store_master(params, low, i, p);
         }
     }
@@ -534,18 +572,23 @@ void adamw(real* params, int16_t* low, const float* grads, float* m, float* v, c
 extern "C" {
 
 // cblas_sgemm of NumPy's OpenBLAS, whose integers have 64 bits
-using Sgemm = void(int order, int transpose_left, int transpose_right, int64_t I, int64_t J, int64_t K, float alpha,
-                   const float* left, int64_t stride_left, const float* right, int64_t stride_right, float beta,
-                   float* out, int64_t stride_out);
+using Sgemm = void(int order, int transpose_left, int transpose_right, int64_t I, int64_t J,
+                   int64_t K, float alpha, const float* left, int64_t stride_left,
+                   const float* right, int64_t stride_right, float beta, float* out,
+                   int64_t stride_out);
 
-// out (I,J) = left (I,K) right (K,J), or += with accumulate. Then, unless they are null: out += bias (J); out is
-// multiplied by GELU's derivative at dgelu_at (I,J); result (I,J) = out as a real; gelu_of (I,J) = GELU(result).
-// out is cut into slices, as many as its size says, and not how many threads there are: a BLAS may sum in another order
-// for another size. A thread computes a slice, with a BLAS that uses one thread, and does the rest while the slice is
-// in cache. Threads of a BLAS would take turns with ours on the same cores, and wait for each other.
-void multiply(Sgemm sgemm, float* out, const float* left, const float* right, long I, long J, long K, int transposed_left,
-              long stride_left, int transposed_right, long stride_right, int accumulate, const real* bias,
-              const real* dgelu_at, real* result, real* gelu_of) {
+// out (I,J) = left (I,K) right (K,J), or += with accumulate. Then, unless they are null: out +=
+// bias (J); out is multiplied by GELU's derivative at dgelu_at (I,J); result (I,J) = out as a real;
+// gelu_of (I,J) = GELU(result).
+//
+// out is cut into slices, as many as its size says, and not how many threads there are: a BLAS may
+// sum in another order for another size. A thread computes a slice, with a BLAS that uses one
+// thread, and does the rest while the slice is in cache. Threads of a BLAS would take turns with
+// ours on the same cores, and wait for each other.
+void multiply(Sgemm sgemm, float* out, const float* left, const float* right, long I, long J,
+              long K, int transposed_left, long stride_left, int transposed_right,
+              long stride_right, int accumulate, const real* bias, const real* dgelu_at,
+              real* result, real* gelu_of) {
     constexpr int ROW_MAJOR = 101, PLAIN = 111, TRANSPOSED = 112;
     bool by_rows = I > J;
     long all = by_rows ? I : J, slices = 1;
@@ -555,23 +598,26 @@ void multiply(Sgemm sgemm, float* out, const float* left, const float* right, lo
     for (long first = 0; first < all; first += slice) {
         long size = std::min(slice, all - first), i = by_rows ? first : 0, j = by_rows ? 0 : first;
         long rows = by_rows ? size : I, columns = by_rows ? J : size;
-        sgemm(ROW_MAJOR, transposed_left ? TRANSPOSED : PLAIN, transposed_right ? TRANSPOSED : PLAIN, rows, columns, K,
-              1.0f, left + i * (transposed_left ? 1 : stride_left), stride_left,
-              right + j * (transposed_right ? stride_right : 1), stride_right, accumulate, out + i * J + j, J);
+        sgemm(ROW_MAJOR, transposed_left ? TRANSPOSED : PLAIN,
+              transposed_right ? TRANSPOSED : PLAIN, rows, columns, K, 1.0f,
+              left + i * (transposed_left ? 1 : stride_left), stride_left,
+              right + j * (transposed_right ? stride_right : 1), stride_right, accumulate,
+              out + i * J + j, J);
         for (long row = i; row < i + rows && (bias || dgelu_at || result); row++) {
-            float* x = out + row * J;
+            long at = row * J + j;  // of the slice's row
+            float* x = out + at;
             if (bias)
 #pragma omp simd
-                for (long c = j; c < j + columns; c++) x[c] += bias[c];
+                for (long c = 0; c < columns; c++) x[c] += bias[j + c];
             if (dgelu_at)
 #pragma omp simd
-                for (long c = j; c < j + columns; c++) x[c] *= gelu_derivative(dgelu_at[row * J + c]);
+                for (long c = 0; c < columns; c++) x[c] *= gelu_derivative(dgelu_at[at + c]);
             if (result)
 #pragma omp simd
-                for (long c = j; c < j + columns; c++) result[row * J + c] = x[c];
+                for (long c = 0; c < columns; c++) result[at + c] = x[c];
             if (gelu_of)
 #pragma omp simd
-                for (long c = j; c < j + columns; c++) gelu_of[row * J + c] = gelu(result[row * J + c]);
+                for (long c = 0; c < columns; c++) gelu_of[at + c] = gelu(result[at + c]);
         }
     }
 }

@@ -1,6 +1,7 @@
 /*
-The kernels of llama3.cu as plain loops, for --device cpu; dev/cpu/kernels.cpp, which is compiled before this file, has
-those of GPT-2, and says what a loop's arguments are. H: hidden channels of the MLP.
+The kernels of llama3.cu as plain loops, for --device cpu; dev/cpu/kernels.cpp, which is compiled
+before this file, has those of GPT-2, and says what a loop's arguments are. H: hidden channels of
+the MLP.
 */
 
 // ---- residual stream and RMSNorm (Zhang and Sennrich 2019, section 4) ----
@@ -9,8 +10,8 @@ extern "C" {
 
 // x (N,C) += branch (N,C), unless branch is null; copy (N,C) = x. Then, for each row,
 //   out = x * rstd * weight, with rstd = 1/sqrt(average of the squares + eps)
-void residual_rmsnorm_forward(real* out, float* rstd, real* copy, float* x, const real* branch, const real* weight,
-                              float eps, int N, int C) {
+void residual_rmsnorm_forward(real* out, float* rstd, real* copy, float* x, const real* branch,
+                              const real* weight, float eps, int N, int C) {
 #pragma omp parallel for
     for (long n = 0; n < N; n++) {
         float *row = x + n * C, squares = 0.0f;
@@ -29,7 +30,8 @@ void residual_rmsnorm_forward(real* out, float* rstd, real* copy, float* x, cons
 }
 
 // out (N,C) again, from the copy that the forward pass left
-void rmsnorm_again(real* out, const real* inp, const float* rstd, const real* weight, int N, int C) {
+void rmsnorm_again(real* out, const real* inp, const float* rstd, const real* weight, int N,
+                   int C) {
 #pragma omp parallel for
     for (long n = 0; n < N; n++)
 #pragma omp simd
@@ -38,9 +40,10 @@ void rmsnorm_again(real* out, const real* inp, const float* rstd, const real* we
 
 // With norm = inp * rstd, and dnorm = dout * weight, for each row:
 //   dresidual (N,C) += rstd * (dnorm - norm * average(dnorm * norm))
-//   dweight (C) = the sum over rows of dout * norm: a row of partials (blocks,C) for each of `blocks` shares of them
-void rmsnorm_backward(real* dresidual, float* partials, const real* dout, const real* inp, const real* weight,
-                      const float* rstd, int N, int C, int blocks) {
+//   dweight (C) = the sum over rows of dout * norm
+// Each of `blocks` shares of the rows makes a row of partials (blocks,C); add_partials adds them.
+void rmsnorm_backward(real* dresidual, float* partials, const real* dout, const real* inp,
+                      const real* weight, const float* rstd, int N, int C, int blocks) {
 #pragma omp parallel for
     for (long block = 0; block < blocks; block++) {
         float* dweight = partials + block * C;
@@ -64,15 +67,17 @@ void rmsnorm_backward(real* dresidual, float* partials, const real* dout, const 
 
 // ---- rotary position embedding (Su et al. 2021, section 3.2.2) ----
 
-// table (T,HS) = the cosine, at 2i, and the sine, at 2i + 1, of t times pair i's frequency, theta^(-2i/HS). With a
-// factor above 1, pairs that turn less than once in 8,192 tokens turn `factor` times slower, and those that turn less
-// than four times somewhat slower. What is rounded to fp32 is so in PyTorch.
+// table (T,HS) = the cosine, at 2i, and the sine, at 2i + 1, of t times pair i's frequency,
+// theta^(-2i/HS). With a factor above 1, pairs that turn less than once in 8,192 tokens turn
+// `factor` times slower, and those that turn less than four times somewhat slower. What is rounded
+// to fp32 is so in PyTorch.
 void rope_table(float* table, float theta, float factor, int T, int HS) {
     for (int i = 0; i < HS / 2; i++) {
         float frequency = 1.0f / (float)pow((double)theta, (double)((float)(2 * i) / HS));
         float turns = 8192.0f * frequency / 6.283185307f;
         float kept = std::min(1.0f, std::max(0.0f, (turns - 1.0f) / (4.0f - 1.0f)));
-        if (factor != 1.0f && kept < 1.0f) frequency = (1.0f - kept) * frequency / factor + kept * frequency;
+        if (factor != 1.0f && kept < 1.0f)
+            frequency = (1.0f - kept) * frequency / factor + kept * frequency;
         for (long t = 0; t < T; t++) {
             table[t * HS + 2 * i] = cosf((float)t * frequency);
             table[t * HS + 2 * i + 1] = sinf((float)t * frequency);
@@ -80,10 +85,11 @@ void rope_table(float* table, float theta, float factor, int T, int HS) {
     }
 }
 
-// Each pair of channels (x, y) of the first `heads` heads, queries and keys, becomes (x cos - y sin, x sin + y cos), in
-// place; `sign` turns the other way. A pair is two neighbours of a head, or with `half` the channels i and i + HS/2. A
-// row of qkv (N,row) is a token's.
-static void turn_pairs(real* qkv, const float* table, int N, int T, int heads, int row, int half, int HS, float sign) {
+// Each pair of channels (x, y) of the first `heads` heads, queries and keys, becomes (x cos - y
+// sin, x sin + y cos), in place; `sign` turns the other way. A pair is two neighbours of a head, or
+// with `half` the channels i and i + HS/2. A row of qkv (N,row) is a token's.
+static void turn_pairs(real* qkv, const float* table, int N, int T, int heads, int row, int half,
+                       int HS, float sign) {
     int step = half ? 1 : 2, other = half ? HS / 2 : 1;
 #pragma omp parallel for
     for (long n = 0; n < N; n++)
@@ -100,12 +106,14 @@ static void turn_pairs(real* qkv, const float* table, int N, int T, int heads, i
         }
 }
 
-void rope_forward(real* qkv, const float* table, int N, int T, int heads, int row, int half, int HS) {
+void rope_forward(real* qkv, const float* table, int N, int T, int heads, int row, int half,
+                  int HS) {
     turn_pairs(qkv, table, N, T, heads, row, half, HS, 1.0f);
 }
 
 // The transpose of a rotation is its inverse: the gradient turns back.
-void rope_backward(real* dqkv, const float* table, int N, int T, int heads, int row, int half, int HS) {
+void rope_backward(real* dqkv, const float* table, int N, int T, int heads, int row, int half,
+                   int HS) {
     turn_pairs(dqkv, table, N, T, heads, row, half, HS, -1.0f);
 }
 
@@ -117,7 +125,8 @@ void swiglu_forward(real* out, const real* inp, int N, int H) {
     for (long n = 0; n < N; n++) {
         const real *up = inp + n * 2 * H, *gate = up + H;
 #pragma omp simd
-        for (int i = 0; i < H; i++) out[n * H + i] = up[i] * gate[i] / (1.0f + exponential(-gate[i]));
+        for (int i = 0; i < H; i++)
+            out[n * H + i] = up[i] * gate[i] / (1.0f + exponential(-gate[i]));
     }
 }
 
