@@ -134,7 +134,7 @@ def test_plain_program(folder):
     with device, contextlib.redirect_stdout(alone):
         train_gpt2.Training(train_gpt2.parse_flags([*flags, str(folder / "alone")])).run()
     with contextlib.redirect_stdout(featured):
-        order.main(["--device", "emulated", *flags, str(folder / "featured")])
+        order.main(["--device", "cpu", *flags, str(folder / "featured")])
 
     def lines(printed):
         text = re.sub(r" \| lr.*", "", printed.getvalue())
