@@ -9,8 +9,9 @@ It prints a line for each check, and then `N passed, N failed`; the exit status 
 The inputs of each kernel, and its formula, are in dev/lab/kernels/; `python -m dev.lab --check`
 checks the slower versions too. The tests of a step (dev/tests/steps.py), of files, of the CPU, of
 the GPU's own features, and of the command line (dev/tests/test_*.py) run as well; `pytest dev` runs
-all tests of dev/. On a GPU both the
-plain and the fast device are tested; they have the same kernels, which are tested once.
+all tests of dev/. On the CPU both kernels.cu itself (--device emulated) and its loops (--device
+cpu) are tested. On a GPU both the plain and the fast device are; they have the same kernels, which
+are tested once.
 """
 import functools
 import importlib

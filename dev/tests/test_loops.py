@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import test_gpt2
+from dev.bench import on_cpu
 from dev.common.bf16 import joined
 from dev.common.config import Config
 from dev.common.cuda_source import parameters_of
@@ -207,6 +208,14 @@ def test_beside_kernels(dtype, Model, T, sizes):
     left = known - seen - {"gelu_forward", "gelu_backward"}  # part of products
     if Model is GPT2:
         check("all kernels were launched", not left, left)
+
+
+def test_timed_steps():
+    """The steps that dev/bench/on_cpu.py times, ours and PyTorch's, are the same training."""
+    c = Config(maxT=8, V=65, L=2, NH=2, C=64, Vp=96)
+    steps = [on_cpu.torch_step(False, c, 2, 8), on_cpu.our_step("cpu", c, 2, 8)]
+    wish, found = ([step() for _ in range(4)] for step in steps)
+    yield "losses", np.array(found), np.array(wish), 1e-5
 
 
 # ---- Any number of threads
