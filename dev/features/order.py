@@ -31,12 +31,12 @@ from prepro_tinyshakespeare import UserError
 # What wraps stands above what it wraps: make_model of the first ends last.
 FEATURES = [
     terminal.FEATURE, file_kinds.FEATURE, peak.FEATURE, nvtx.FEATURE, dry_run.FEATURE,
-    sample.FEATURE, sample.TEMPERED, hellaswag_score.FEATURE, overfit.FEATURE, fp8_head.FEATURE,
-    fp8.FEATURE, config_file.FEATURE, loggers.FEATURE, json_log.FEATURE, best.FEATURE,
-    sums.FEATURE, zero.FEATURE, ranks.FEATURE, training.KEPT, training.RESUMED, signals.FEATURE,
-    tokenizer.FEATURE, outliers.FEATURE, replay.FEATURE, ema.FEATURE, moments.FEATURE,
-    recompute.INSIDE, recompute.LAYERS, label_smoothing.FEATURE, recompute.HINT, fit.FEATURE,
-    first_run.FEATURE, own_sizes.FEATURE, fp8_all.FEATURE, relu_attention.FEATURE,
+    sample.FEATURE, hellaswag_score.FEATURE, overfit.FEATURE, fp8_head.FEATURE, fp8.FEATURE,
+    config_file.FEATURE, loggers.FEATURE, json_log.FEATURE, best.FEATURE, sums.FEATURE,
+    zero.FEATURE, ranks.FEATURE, sample.TEMPERED, training.KEPT, training.RESUMED,
+    signals.FEATURE, tokenizer.FEATURE, outliers.FEATURE, replay.FEATURE, ema.FEATURE,
+    moments.FEATURE, recompute.INSIDE, recompute.LAYERS, label_smoothing.FEATURE, recompute.HINT,
+    fit.FEATURE, first_run.FEATURE, own_sizes.FEATURE, fp8_all.FEATURE, relu_attention.FEATURE,
     schedule.FEATURE, shuffled_loader.FEATURE, late_reports.FEATURE, attention_five.FEATURE,
     gelu_products.FEATURE, fused_biases.FEATURE, products.FEATURE, devices.NO_GRAPH, devices.CPU]
 FLAGS = [flag for feature in FEATURES for flag in feature.flags]

@@ -30,8 +30,10 @@ from dev.features.checkpoints.state_file import state_parts
 from dev.features.devices import make_device
 from dev.features.ranks.ranks import Ranks
 from dev.features.ranks.sums import SOURCE as SUMS
+from dev.features.sample import generate
 from dev.features.seams import GPT2, Training
 from dev.features.shuffled_loader import FilesLoader
+from dev.features.tokenizer import decode
 from dev.lab.kernels.adamw import halves
 from dev.tests.checks import EXACT, FIXTURES, TINY, check
 from dev.tests.jobs import (BRIEF, COUNTS, POISONED, SMALL, begin, begun, bytes_of, close,
@@ -39,7 +41,7 @@ from dev.tests.jobs import (BRIEF, COUNTS, POISONED, SMALL, begin, begun, bytes_
                             same, train, wrapped)
 from dev.tests.models import device_of
 from dev.tests.trainings import LLAMA, TRAINER, file_of, parse_state, random_examples, without
-from train_gpt2 import BF16, to_float
+from train_gpt2 import BF16, coins, to_float
 
 CASTS = "gradient_to_wire", "gradient_from_wire"
 MICROS = {1: 6, 2: 3, 3: 2}  # micro-batches of a step, by the number of ranks
@@ -146,24 +148,26 @@ def test_evaluations(device_name, folder):
     """A validation's loss is the mean over the same batches, and HellaSwag's score that of all
     examples, however many ranks share them. Three ranks divide neither the five batches nor the
     seven examples; of two ranks and one example, one has none. With --zero, the parameters are
-    gathered first."""
+    gathered first; also before the first sample, which follows no validation."""
     c, scores = Config.from_file(TINY), []
     model = GPT2(c, device_of(device_name, "fp32", 64, 2), 10, 40)
     model.set_parameters(read_parameters(TINY, c))
     tokens = np.fromfile(folder / "part_val_0.bin", "<u2", offset=1024)[: 10 * 40 + 1].astype(
         np.int32)
     truth = model.forward(tokens[:-1].reshape(10, 40), tokens[1:].reshape(10, 40))
+    greedy = decode(generate(model, [c.V - 1], 20, 0, 0, coins()), {})
     for count, examples in ((1, 7), (counts_of(device_name)[-1], 7), (2, 1)):
         (folder / "examples.bin").write_bytes(file_of(random_examples(257)[:examples]))
         text = train(device_name, count, folder, folder / f"{count} {examples}", "-i",
                      folder / "part_val_0.bin",
-                     "-t", 40, "-d", 80 * count, "-v", 1, "-m", 5, "-x", 1, "-n", 0, "-s", 1, "-l",
+                     "-t", 40, "-d", 80 * count, "-v", 2, "-m", 5, "-x", 2, "-n", 0, "-s", 1, "-l",
                      0, "-z", 1,
                      "--dtype", "fp32", "--hellaswag", folder / "examples.bin",
-                     trainer=wrapped(folder, late=POISONED))
+                     "-g", 20, "--temperature", 0, trainer=wrapped(folder, late=POISONED))
         losses = np.array(re.findall(r"^val loss (\S+)$", text, re.M), float)
         yield f"validation on {count} ranks", losses, [truth, truth], 2e-6
-        check(f"sample on {count} ranks", text.count("generating:") == 1)
+        check(f"sample on {count} ranks", text.count(f"generating:\n---\n{greedy}\n---\n") == 2,
+              greedy)
         scores += re.findall(r"^HellaSwag: (\d+/\d+)", text, re.M)
     same_scores = (len({*scores[:-1]}) == 1 and scores[0].endswith("/7") and
                    scores[-1] in ("0/1", "1/1"))
