@@ -49,11 +49,8 @@ def remedy(name):
     made = ("gpt2_124M.bin"
             if name == "gpt2" else f"{path.resolve().name.removesuffix('.safetensors')}.bin")
     convert = shlex.join(["python", "-m", "dev.tools.convert", name, made])
-    found = sorted(path.glob("model_*.bin")) if path.is_dir() else []
-    if found:
-        return f"; {name} is a folder: expected one of its checkpoints, such as {found[-1]}"
     if path.is_dir() and not (path / "config.json").is_file():
-        return f"; {name} is a folder"
+        return f"; {name} is a folder, and no run's: it has no model_*.bin"
     on_hub = name in OPENAI or re.fullmatch(ON_HUB, name) and not path.parent.is_dir()
     if path.is_dir() or on_hub or name.endswith(".safetensors"):
         return f"; `{convert}` makes a checkpoint of this model"
@@ -84,6 +81,7 @@ class Named:
 
 
 FEATURE = Feature("files", training=Named, flags=(
-    Flag("-e", "--model", "name", None, "checkpoint; or, from scratch, {descriptors}, or layers x "
-         "heads x channels, such as 6x6x384 (default: {file} if it is here, else a small model on "
-         "bytes: {small})", path=True, must_agree=True),))
+    Flag("-e", "--model", "name", None, "checkpoint, or a run's folder: its newest; or, from "
+         "scratch, {descriptors}, or layers x heads x channels, such as 6x6x384 (default: {file} "
+         "if it is here, else a small model on bytes: {small})", path=True,
+         must_agree=True),))

@@ -17,7 +17,7 @@ from dev.features import (
     hellaswag_score, label_smoothing, late_reports, loggers, moments, nvtx, outliers, overfit,
     own_sizes, peak, products, recompute, relu_attention, replay, sample, schedule,
     shuffled_loader, signals, terminal, tokenizer)
-from dev.features.checkpoints import json_log, training
+from dev.features.checkpoints import json_log, newest, training
 from dev.features.checkpoints.run_folder import RunFolder
 from dev.features.declare import Flag, key_of, stack, trains
 from dev.features.fp8 import fp8, fp8_all, fp8_head
@@ -30,10 +30,10 @@ from prepro_tinyshakespeare import UserError
 
 # What wraps stands above what it wraps: make_model of the first ends last.
 FEATURES = [
-    terminal.FEATURE, file_kinds.FEATURE, peak.FEATURE, nvtx.FEATURE, dry_run.FEATURE,
-    sample.FEATURE, hellaswag_score.FEATURE, overfit.FEATURE, fp8_head.FEATURE, fp8.FEATURE,
-    config_file.FEATURE, loggers.FEATURE, json_log.FEATURE, best.FEATURE, sums.FEATURE,
-    zero.FEATURE, ranks.FEATURE, sample.TEMPERED, training.KEPT, training.RESUMED,
+    terminal.FEATURE, newest.FEATURE, file_kinds.FEATURE, peak.FEATURE, nvtx.FEATURE,
+    dry_run.FEATURE, sample.FEATURE, hellaswag_score.FEATURE, overfit.FEATURE, fp8_head.FEATURE,
+    fp8.FEATURE, config_file.FEATURE, loggers.FEATURE, json_log.FEATURE, best.FEATURE,
+    sums.FEATURE, zero.FEATURE, ranks.FEATURE, sample.TEMPERED, training.KEPT, training.RESUMED,
     signals.FEATURE, tokenizer.FEATURE, outliers.FEATURE, replay.FEATURE, ema.FEATURE,
     moments.FEATURE, recompute.INSIDE, recompute.LAYERS, label_smoothing.FEATURE, recompute.HINT,
     fit.FEATURE, first_run.FEATURE, own_sizes.FEATURE, fp8_all.FEATURE, relu_attention.FEATURE,

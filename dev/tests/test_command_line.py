@@ -126,7 +126,7 @@ def test_models_by_name(device_name, folder):
     train = ("--device", place_of(device_name),
              "-i", "tokens.bin", "-j", "tokens.bin", "-b", 1, "-t", 8,
              "-x", 1, "-s", 0)
-    for name in ("d1", "gpt2_124M.bin", "llama3:d1", "hf", "here"):
+    for name in ("d1", "gpt2_124M.bin", "llama3:d1", "hf", "empty"):
         (folder / name).mkdir()
     (folder / "hf/config.json").touch()
     for name, flags, wish, *more in (
@@ -140,7 +140,6 @@ def test_models_by_name(device_name, folder):
         ok = status == 0 and re.search(rf"^model +\| .*{wish}", text, re.M)
         check(f"a folder of the name of {name}", ok, "" if ok else error or text)
     check("d1 has two checkpoints", len([*(folder / "d1").glob("DONE_*")]) == 2)
-    shutil.copy(TINY, folder / "here/model_00000007.bin")
     (folder / "x.safetensors").write_bytes(b"something else" * 99)
     command = "`python -m dev.tools.convert {} {}` makes a checkpoint of this model"
     for wish, *flags in (
@@ -151,8 +150,7 @@ def test_models_by_name(device_name, folder):
              "openai-community/gpt2-medium"),
             (command.format("hf", "hf.bin"), "-e", "hf"),
             (command.format("x.safetensors", "x.bin"), "-e", "x.safetensors"),
-            ("here is a folder: expected one of its checkpoints, such as here/model_00000007.bin",
-             "-e", "here"),
+            ("empty is a folder, and no run's: it has no model_*.bin", "-e", "empty"),
             ("-e nonsense: expected a checkpoint, or a descriptor from d1 to d999, such as d12, or "
              "layers x heads x channels, such as 6x6x384", "-e", "nonsense"),
             ("-t 41: expected at most maxT = 40: wpe has no more positions", "-e", TINY, "-t", 41),

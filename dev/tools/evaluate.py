@@ -28,7 +28,8 @@ from dev.common.config import check_tokens
 from dev.common.flags import parse_flags
 from dev.features.terminal import progress
 from dev.features.tokenizer import Tokenized
-from dev.tools.score import FLAGS as SCORE_FLAGS, compute, device_of, find_architecture
+from dev.tools.score import (FLAGS as SCORE_FLAGS, checkpoint_of, compute, device_of,
+                             find_architecture)
 from prepro_tinyshakespeare import UserError, run_main
 
 OF_SCORE = {row[1]: row for row in SCORE_FLAGS}
@@ -103,6 +104,7 @@ def main(arguments=None):
     flags = parse_flags(__doc__, FLAGS, arguments)
     if flags.input is None:
         raise UserError("--input: expected a text file; --help lists the flags")
+    flags.model = checkpoint_of(flags.model)
     architecture, c = find_architecture(flags.model)
     longest = getattr(c, "longest", c.maxT)
     T = flags.seq_len or min(c.maxT, LONGEST)

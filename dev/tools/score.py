@@ -2,11 +2,13 @@
 
     python -m dev.tools.score -e gpt2_124M.bin --data data/hellaswag/hellaswag_val.bin
 """
+import os
 import sys
 
 from dev.common.config import read_parameters
 from dev.common.flags import parse_flags
 from dev.data.vocabulary import vocabulary_of_checkpoint
+from dev.features.checkpoints.newest import newest_checkpoint
 from dev.features.devices import ON_CPU, make_device
 from dev.features.file_kinds import checked_header
 from dev.features.fit import Fitting
@@ -19,7 +21,7 @@ from prepro_tinyshakespeare import UserError, run_main
 
 FLAGS = [
     ("-e", "--model", str, "gpt2_124M.bin", "checkpoint of GPT-2, or of a Llama 3 with GPT-2's "
-     "words"),
+     "words; or a run's folder: its newest"),
     (None, "--data", str, "data/hellaswag/hellaswag_val.bin", "the examples"),
     ("-b", "--batch-size", "count", 16, "B, rows in a batch; an example has four"),
     ("-t", "--seq-len", "count", None, "T, tokens in a row (default: enough for the longest)"),
@@ -35,6 +37,11 @@ def progress_line(done, total):
     """Progress for a terminal: a line on stderr, cleared at the end."""
     line = f"HellaSwag: {done:,} of {total:,} completions" if done < total else ""
     print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
+
+
+def checkpoint_of(path):
+    """A checkpoint's path, or, of a run's folder, that of its newest one."""
+    return os.path.isdir(path) and newest_checkpoint(path) or path
 
 
 def find_architecture(path):
@@ -67,6 +74,7 @@ def compute(architecture, c, device, path, B, T, work):
 def main(arguments=None):
     """Everything from the flags to the score. Raises UserError."""
     flags = parse_flags(__doc__, FLAGS, arguments)
+    flags.model = checkpoint_of(flags.model)
     architecture, c = find_architecture(flags.model)
     check_vocabulary(vocabulary_of_checkpoint(flags.model), flags.data)
     examples = read_examples(flags.data, c.V, flags.seq_len)

@@ -15,6 +15,12 @@ FILES = {"model": "model_{:08d}.bin", "state": "state_{:08d}_{:05d}.bin", "run":
          "DONE": "DONE_{:08d}"}
 
 
+def steps_of(folder, pattern):
+    """The steps, in order, in the names of a folder's files that match a regular expression."""
+    found = (re.fullmatch(pattern, path.name) for path in folder.iterdir())
+    return sorted(int(match[1]) for match in found if match)
+
+
 class CheckpointFiles:
     """Checkpoints in the folder `path`, of models of a Config `kind`, trained with Flags of a
     `table` by a program with these features. of_a_run: a pattern of names of files that are never
@@ -35,8 +41,7 @@ class CheckpointFiles:
 
     def steps(self):
         """The steps of complete checkpoints, which have a DONE file, in order."""
-        return sorted(int(path.name[5:]) for path in self.path.iterdir()
-                      if re.fullmatch(r"DONE_\d{8}", path.name))
+        return steps_of(self.path, r"DONE_(\d{8})")
 
     def check(self, step, numbers=False):
         """Raise UserError unless a checkpoint's files are there and have their sizes; numbers: and
