@@ -13,7 +13,7 @@ from dev.common import gpus
 from dev.common.flags import parse_flags
 from dev.common.gpus import has_gpu
 from dev.features import (
-    best, config_file, devices, dry_run, ema, file_kinds, first_run, fit, fused_biases,
+    best, chat, config_file, devices, dry_run, ema, file_kinds, first_run, fit, fused_biases,
     hellaswag_score, label_smoothing, late_reports, loggers, moments, nvtx, outliers, overfit,
     own_sizes, peak, products, recompute, relu_attention, replay, sample, schedule,
     shuffled_loader, signals, terminal, tokenizer)
@@ -31,14 +31,15 @@ from prepro_tinyshakespeare import UserError
 # What wraps stands above what it wraps: make_model of the first ends last.
 FEATURES = [
     terminal.FEATURE, newest.FEATURE, file_kinds.FEATURE, peak.FEATURE, nvtx.FEATURE,
-    dry_run.FEATURE, sample.FEATURE, hellaswag_score.FEATURE, overfit.FEATURE, fp8_head.FEATURE,
-    fp8.FEATURE, config_file.FEATURE, loggers.FEATURE, json_log.FEATURE, best.FEATURE,
-    sums.FEATURE, zero.FEATURE, ranks.FEATURE, sample.TEMPERED, training.KEPT, training.RESUMED,
-    signals.FEATURE, tokenizer.FEATURE, outliers.FEATURE, replay.FEATURE, ema.FEATURE,
-    moments.FEATURE, recompute.INSIDE, recompute.LAYERS, label_smoothing.FEATURE, recompute.HINT,
-    fit.FEATURE, first_run.FEATURE, own_sizes.FEATURE, fp8_all.FEATURE, relu_attention.FEATURE,
-    schedule.FEATURE, shuffled_loader.FEATURE, late_reports.FEATURE, attention_five.FEATURE,
-    gelu_products.FEATURE, fused_biases.FEATURE, products.FEATURE, devices.NO_GRAPH, devices.CPU]
+    dry_run.FEATURE, chat.FEATURE, sample.FEATURE, hellaswag_score.FEATURE, overfit.FEATURE,
+    fp8_head.FEATURE, fp8.FEATURE, config_file.FEATURE, loggers.FEATURE, json_log.FEATURE,
+    best.FEATURE, sums.FEATURE, zero.FEATURE, ranks.FEATURE, sample.CONTROLLED, training.KEPT,
+    training.RESUMED, signals.FEATURE, tokenizer.FEATURE, outliers.FEATURE, replay.FEATURE,
+    ema.FEATURE, moments.FEATURE, recompute.INSIDE, recompute.LAYERS, label_smoothing.FEATURE,
+    recompute.HINT, fit.FEATURE, first_run.FEATURE, own_sizes.FEATURE, fp8_all.FEATURE,
+    relu_attention.FEATURE, schedule.FEATURE, shuffled_loader.FEATURE, late_reports.FEATURE,
+    attention_five.FEATURE, gelu_products.FEATURE, fused_biases.FEATURE, products.FEATURE,
+    devices.NO_GRAPH, devices.CPU]
 FLAGS = [flag for feature in FEATURES for flag in feature.flags]
 SOURCES = [*dict.fromkeys(path for feature in FEATURES for each in (feature, *feature.pairs)
                           for path in each.sources)]
@@ -135,9 +136,10 @@ def check_needs(flags, table):
     def called(name):
         return f"--{name.replace('_', '-')}"
 
-    empty = [name for name, value in vars(flags).items() if value == "" and name != "sample"]
-    if empty:
-        raise UserError(f"{called(empty[0])}: expected a name, found nothing")
+    for flag in table:
+        if getattr(flags, flag.key) == "" and flag.key != "sample":
+            what = "a text" if flag.kind is str else "a name"
+            raise UserError(f"{called(flag.key)}: expected {what}, found nothing")
     for flag in table:
         known = flags.resume and flag.needs.startswith("checkpoint")  # from the resumed run
         useless = flag.needs and not known and getattr(flags, flag.needs) in (None, 0)
@@ -158,6 +160,7 @@ def main(arguments=None, Model=GPT2):
     table, groups = table_of_flags(train_gpt2.FLAGS, Model.Config)
     flags = parse_flags("Train from raw kernels.", table, arguments, defaults=False, groups=groups)
     config_file.apply(flags, table)
+    sample.prepare(flags)
     check_needs(flags, table)
     if trains(flags) and not flags.replay:
         go_on_without_output()

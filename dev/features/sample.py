@@ -1,24 +1,37 @@
-"""--sample: continue a prompt, and print the text as it comes.
+"""--sample: continue a prompt, and print the text as it comes. Its flags, also for the samples that
+a training writes.
 
-A token is drawn with the probabilities softmax(logits / temperature), from the top_k likeliest
-words only. A temperature below 1 makes likely words likelier still; 0 always takes the likeliest.
-The same --seed gives the same text. (Samples during a training have the same temperature and top_k,
-but always llm.c's random numbers.)
+A token is drawn in this order. With --temperature t, words have the probabilities
+softmax(logits / t): below 1, likely words become likelier still; 0 always takes the likeliest. Then
+--top-k keeps the K likeliest words. Then --top-p keeps the fewest of these, the likeliest first,
+that have a share P of their probability (the nucleus, Holtzman et al. 2020). Among equals, the
+first count as likelier.
+
+--samples N writes N texts, of the seeds --seed, --seed + 1, ...: each can be repeated alone. The
+same seed gives the same text. (Samples during a training always have llm.c's random numbers.)
+--stop ends a text before the first occurrence of other text. Without it, <|endoftext|> is a token
+like any other, and the model goes on with a new text.
 """
+import argparse
 import codecs
+import itertools
 import secrets
 import sys
+from pathlib import Path
 
 import numpy as np
 
+from dev.data.documents import cleaned
 from dev.features.declare import Feature, Flag
 from prepro_tinyshakespeare import UserError
 from train_gpt2 import coins, draw_token
 
+# ---- Which token
 
-def choose(logits, coin, temperature, top_k):
-    """The token that a coin in [0, 1) draws from logits (V,), fp32. Among equal logits the first
-    count as likelier. top_k = 0 keeps all words; temperature = 0 takes the likeliest."""
+
+def choose(logits, coin, temperature, top_k, top_p=1.0):
+    """The token that a coin in [0, 1) draws from logits (V,), fp32. top_k = 0 and top_p = 1 keep
+    all words; temperature = 0 takes the likeliest."""
     temperature = np.float32(temperature)
     if temperature == 0:
         return int(np.argmax(logits))
@@ -29,7 +42,19 @@ def choose(logits, coin, temperature, top_k):
     if temperature != 1:
         with np.errstate(over="ignore"):  # minus infinity is never drawn
             kept = (kept - kept.max()) / temperature
+    if top_p < 1:
+        inside = nucleus(kept, top_p)
+        words, kept = words[inside], kept[inside]
     return int(words[draw_token(kept, coin)])
+
+
+def nucleus(logits, top_p):
+    """The indices, in order, of the fewest logits whose probabilities sum to at least top_p. One is
+    inside if those before it have less than that."""
+    order = np.argsort(-logits, kind="stable")
+    weights = np.exp(np.float64(logits[order]) - logits[order[0]])
+    before = np.cumsum(weights) - weights
+    return np.sort(order[before < top_p * weights.sum()])
 
 
 def coins_of(seed):
@@ -39,24 +64,56 @@ def coins_of(seed):
         yield rng.random(dtype=np.float32)
 
 
-def generate(model, tokens, count, temperature, top_k, coins):
+def generate(model, tokens, count, temperature, top_k, coins, top_p=1.0):
     """Yield `count` token ids that continue tokens (a list). The model sees the last T of them."""
     tokens = list(tokens)
     for _, coin in zip(range(count), coins):
-        tokens.append(choose(model.next_logits(tokens[-model.T :]), coin, temperature, top_k))
+        logits = model.next_logits(tokens[-model.T :])
+        tokens.append(choose(logits, coin, temperature, top_k, top_p))
         yield tokens[-1]
 
 
-def texts(tokens, words):
+# ---- Its text
+
+
+def until(parts, stop):
+    """Yield parts of bytes up to the first occurrence of the bytes `stop`, which parts may cut
+    anywhere. An end that could be its beginning is held back until the next part decides."""
+    held = b""
+    for part in parts:
+        held += part
+        at = held.find(stop)
+        if at >= 0:
+            yield held[:at]
+            return
+        left = max(n for n in range(len(stop)) if held.endswith(stop[:n]))
+        yield held[: len(held) - left]
+        held = held[len(held) - left :]
+    yield held
+
+
+def texts(tokens, words, stop=None):
     """Yield the text of token ids in pieces of whole characters: a character of several bytes may
-    be cut into several tokens. words: {id: bytes}; other ids are shown as numbers."""
+    be cut into several tokens. words: {id: bytes}; other ids are shown as numbers. The text ends
+    before the first occurrence of the text `stop`."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    for token in tokens:
-        yield decoder.decode(words.get(token, f"<{token}>".encode()))
+    parts = (words.get(token, f"<{token}>".encode()) for token in tokens)
+    if stop:
+        parts = until(parts, stop.encode("utf-8", "surrogateescape"))
+    for part in parts:
+        yield decoder.decode(part)
     yield decoder.decode(b"", final=True)
 
 
-def stream(model, tokens, words, text, count, coins, temperature=1.0, top_k=0, write=None):
+def check_words(tokens, c):
+    """Raise UserError if a text has words that a model of this config does not have."""
+    if max(tokens, default=0) >= c.V:
+        raise UserError(f"the text to go on from has token {max(tokens)}, and the model has V = "
+                        f"{c.V} words; expected a model of this vocabulary, or an empty text")
+
+
+def stream(model, tokens, words, text, count, coins, temperature=1.0, top_k=0, write=None,
+           top_p=1.0, stop=None):
     """Write a text, and then its continuation by `count` tokens as they come. tokens: the text's
     ids; words: {id: bytes}. After an empty text the model starts a new one. write(piece) takes a
     piece of text, and prints it by default. Raises UserError if the text has words that the model
@@ -64,13 +121,21 @@ def stream(model, tokens, words, text, count, coins, temperature=1.0, top_k=0, w
     write = write or (lambda piece: print(piece, end="", flush=True))
     c = model.config
     tokens = tokens or [min(c.EOT, c.V - 1)]
-    if max(tokens) >= c.V:
-        raise UserError(f"the text to go on from has token {max(tokens)}, and the model has V = "
-                        f"{c.V} words; expected a model of this vocabulary, or an empty text")
+    check_words(tokens, c)
     write(text)
-    for piece in texts(generate(model, tokens, count, temperature, top_k, coins), words):
+    drawn = generate(model, tokens, count, temperature, top_k, coins, top_p)
+    for piece in texts(drawn, words, stop):
         if piece:
             write(piece)
+
+
+# ---- --sample
+
+
+def prepare(flags):
+    """Before flags are checked: --chat is a --sample without a text of its own."""
+    if flags.chat and flags.sample is None:
+        flags.sample = ""
 
 
 def draw_seed(flags):
@@ -79,37 +144,89 @@ def draw_seed(flags):
         flags.seed = secrets.randbelow(2**32)
 
 
+def read_prompt(flag, text):
+    """The prompt that a flag gives: a text, or the file of "FILE:name". As in texts to train on, a
+    byte order mark is no part of it, and Windows' line ends become newlines. Raises UserError."""
+    if not text.startswith("FILE:"):
+        return text
+    try:
+        return cleaned(Path(text.removeprefix("FILE:")).read_bytes().decode())
+    except OSError as e:
+        raise UserError(f"{flag} {text}: could not be read ({e.strerror}); expected a text "
+                        "file") from None
+    except UnicodeDecodeError as e:
+        raise UserError(f"{flag} {text}: byte {e.start} is not UTF-8; expected UTF-8 "
+                        "text") from None
+
+
 class Sampling:
     """A run that continues a text, and does not train."""
 
     def run(self):
+        text = read_prompt("--sample", self.flags.sample)
+        self.write_samples(text, self.load(text))
+        return 0
+
+    def load(self, text):
+        """Make the model, and return the tokens of a text, which may be refused before that."""
         flags = self.flags
         flags.batch_size = 1
         self.choose_model()
         if not self.from_file:
-            raise UserError("--sample: expected -e too, a checkpoint: random weights have nothing "
-                            "to say")
-        tokens, words = self.encode(flags.sample) if flags.sample else [], self.words()
-        if not tokens and self.vocabulary:
-            tokens = [self.vocabulary.eot]
+            raise UserError(f"{'--chat' if flags.chat else '--sample'}: expected -e too, a "
+                            "checkpoint: random weights have nothing to say")
+        tokens = self.tokens_of(text)
+        self.words()  # now, since it may warn
         self.device = self.make_device()
         self.model = self.make_model()
+        self.seeds = itertools.count(flags.seed)
         if flags.temperature != 0:
             print(f"seed {flags.seed} (--seed)", file=sys.stderr, flush=True)  # stdout has the text
-        stream(self.model, tokens, words, flags.sample, flags.sample_tokens, coins_of(flags.seed),
-               flags.temperature, flags.top_k)
-        print()
-        return 0
+        return tokens
+
+    def tokens_of(self, text):
+        """The token ids of a prompt. Raises UserError if the model lacks words for it."""
+        tokens, T = self.encode(text) if text else [], self.flags.seq_len
+        if len(tokens) > T:
+            print(f"WARNING: the prompt has {len(tokens):,} tokens, and the model sees the last "
+                  f"T = {T:,} (-t)", file=sys.stderr)
+        if not tokens and self.vocabulary:
+            tokens = [self.vocabulary.eot]
+        return tokens
+
+    def write_samples(self, text, tokens):
+        """Write a text, and its continuation: --samples times."""
+        flags = self.flags
+        for number in range(1, flags.samples + 1):
+            seed = next(self.seeds)
+            if flags.samples > 1:
+                print(f"--- sample {number} of {flags.samples}, seed {seed} ---")
+            stream(self.model, tokens, self.words(), text, flags.sample_tokens, coins_of(seed),
+                   flags.temperature, flags.top_k, top_p=flags.top_p, stop=flags.stop)
+            print(flush=True)
 
 
-class Tempered:
-    """Training whose samples have a temperature or top_k other than the trainer's, 1 and 0."""
+# ---- Samples while training
+
+
+class Controlled:
+    """Training whose samples have other settings than the trainer's, or a prompt."""
+
+    def open_data(self):
+        super().open_data()
+        flags, self.prompt = self.flags, []
+        if flags.sample_prompt:
+            # the text, so that run_*.json has it, and a resumed run needs no file
+            flags.sample_prompt = read_prompt("--sample-prompt", flags.sample_prompt)
+            self.prompt = self.encode(flags.sample_prompt)
+            check_words(self.prompt, self.config)  # now, not at the first sample
 
     def sample(self):
         flags = self.flags
-        tokens = generate(self.model, [self.first_token()], flags.sample_tokens, flags.temperature,
-                          flags.top_k, coins())
-        self.say(f"generating:\n---\n{self.decode([*tokens])}\n---")
+        tokens = generate(self.model, self.prompt or [self.first_token()], flags.sample_tokens,
+                          flags.temperature, flags.top_k, coins(), flags.top_p)
+        text = "".join(texts(tokens, self.words(), flags.stop))
+        self.say(f"generating:\n---\n{flags.sample_prompt or ''}{text}\n---")
 
     def first_token(self):
         """What a sample goes on from: <|endoftext|>, or a newline if the data is a single text, in
@@ -120,16 +237,53 @@ class Tempered:
         return token if known else newline[0]
 
 
+# ---- Flags
+
+
+def probability(text):
+    """The type of --top-p."""
+    if not 0 < float(text) <= 1:
+        raise argparse.ArgumentTypeError(f"{text}: expected more than 0, and at most 1")
+    return float(text)
+
+
+def refuses(flags):
+    """Why flags do not go together, or "". A resumed run may have flags that it does not need."""
+    given = flags.sample_prompt and not flags.resume
+    return next((why for found, why in (
+        (flags.chat and flags.sample,
+         "--chat: reads its prompts from stdin: expected no --sample"),
+        ((flags.samples or 1) > 1 and flags.temperature == 0,
+         "--samples: with --temperature 0 all would be the same: expected another "
+         "--temperature"),
+        (given and flags.sample is not None,
+         "--sample-prompt: is for the samples of a training: expected no --sample or --chat"),
+        (given and flags.sample_every == 0,
+         "--sample-prompt: with -s 0 a training writes no samples: expected another -s"))
+        if found), "")
+
+
 GROUP = "instead of training"
 SHOWN = "how long, and what is shown"
-TEMPERED = Feature("temperature", lambda flags, ranks: flags.sample is None and (
-    flags.temperature != 1 or flags.top_k), training=Tempered)
+CONTROLLED = Feature("controlled samples", lambda flags, ranks: flags.sample is None and (
+    flags.temperature != 1 or flags.top_k or flags.top_p < 1 or flags.stop or flags.sample_prompt),
+    training=Controlled)
 FEATURE = Feature(
-    "sample", lambda flags, ranks: flags.sample is not None, training=Sampling, flags=(
-        Flag(None, "--sample", str, None, "continue this text by -g tokens, and do not train",
-             GROUP, replayed=False, may_differ=True),
+    "sample", lambda flags, ranks: flags.sample is not None, training=Sampling, refuses=refuses,
+    flags=(
+        Flag(None, "--sample", str, None, "continue this text, or that of FILE:prompt.txt, by -g "
+             "tokens, and do not train", GROUP, replayed=False, may_differ=True),
+        Flag(None, "--samples", "count", 1, "write N continuations, of the seeds --seed, --seed + "
+             "1, ...", GROUP, after="--sample", needs="sample", replayed=False, may_differ=True),
         Flag(None, "--temperature", "rate", 1.0, "of samples: below 1 makes likely tokens "
              "likelier; 0: always the likeliest; first runs have 0.8", SHOWN,
              after="--sample-tokens", may_differ=True),
         Flag(None, "--top-k", "count or 0", 0, "in samples, draw from the K likeliest tokens; "
-             "0: all", SHOWN, after="--temperature", may_differ=True)))
+             "0: all", SHOWN, after="--temperature", may_differ=True),
+        Flag(None, "--top-p", probability, 1.0, "in samples, draw from the fewest tokens, the "
+             "likeliest of --top-k's, that have a share P of the probability; 1: all", SHOWN,
+             after="--top-k", may_differ=True),
+        Flag(None, "--stop", str, None, "end samples before this text, such as \"<|endoftext|>\"",
+             SHOWN, after="--top-p", may_differ=True),
+        Flag(None, "--sample-prompt", str, None, "while training, begin samples with this text, or "
+             "that of FILE:prompt.txt", SHOWN, after="--stop", may_differ=True)))

@@ -253,7 +253,7 @@ def test_prompts(folder):
     refuses it."""
     asked = []
 
-    def stream(model, tokens, words, text, *more):
+    def stream(model, tokens, words, text, *more, **named):
         asked.append((tokens, text))
 
     def generate(name, text, program="train_gpt2"):

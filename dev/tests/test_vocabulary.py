@@ -393,7 +393,7 @@ def test_runs(folder):
               letters, text)
         check(f"{model}: the copy is made again", sorted(x.name for x in out.glob("tok*")) ==
               ["tokenizer.bin"] and (out / "tokenizer.bin").read_bytes() == path.read_bytes())
-        with mock.patch("dev.features.sample.stream", lambda model, tokens, words, *more:
+        with mock.patch("dev.features.sample.stream", lambda model, tokens, words, *more, **named:
                         asked.append((tokens, words))):
             for given in ("SPEAK\n<|endoftext|>ALL", ""):
                 for source in (("-e", out / "model_00000003.bin"), ("-o", out, "-y", 1)):
