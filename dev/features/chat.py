@@ -17,9 +17,6 @@ class Chatting:
     """A run that samples, and takes its prompts from stdin."""
 
     def run(self):
-        if self.count > 1:
-            raise UserError("--chat: reads one stdin: expected one process, without --gpus or a "
-                            "launcher")
         self.load("")
         self.terminal, status = sys.stdin is not None and sys.stdin.isatty(), 0
         self.ask()

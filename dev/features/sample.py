@@ -169,12 +169,15 @@ class Sampling:
 
     def load(self, text):
         """Make the model, and return the tokens of a text, which may be refused before that."""
-        flags = self.flags
+        flags, name = self.flags, "--chat" if self.flags.chat else "--sample"
+        if self.count > 1:
+            raise UserError(f"{name}: is for one process: expected no --gpus, and no torchrun, "
+                            "srun or mpirun")
         flags.batch_size = 1
         self.choose_model()
         if not self.from_file:
-            raise UserError(f"{'--chat' if flags.chat else '--sample'}: expected -e too, a "
-                            "checkpoint: random weights have nothing to say")
+            raise UserError(f"{name}: expected -e too, a checkpoint: random weights have nothing "
+                            "to say")
         tokens = self.tokens_of(text)
         self.words()  # now, since it may warn
         self.device = self.make_device()

@@ -6,12 +6,14 @@ import io
 import os
 import re
 import shutil
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np  # after prepro_tinyshakespeare, which sets how its threads wait
 
 from dev.data.vocabulary import vocabulary_of, write_vocabulary
 from dev.features.chat import Chatting
+from dev.features.declare import stack
 from dev.features.sample import Sampling, choose, generate, nucleus, read_prompt, stream, texts
 from dev.features.tokenizer import Tokenized
 from dev.llama3.train_llama3 import Config3
@@ -385,7 +387,8 @@ def test_refusals(folder):
 
 
 def test_ranks():
-    """Several processes have one stdin."""
-    run = Chatting()
-    run.count = 2
-    check_refusal("several ranks", "--chat: reads one stdin: expected one process", run.run)
+    """Several processes would write the same text, and read one stdin."""
+    for name, classes in (("--sample", []), ("--chat", [Chatting])):
+        flags = SimpleNamespace(chat=len(classes), sample="")
+        run = stack(Sampling, classes, dict(count=2, flags=flags))().run
+        check_refusal("several ranks", f"{name}: is for one process: expected no --gpus", run)
