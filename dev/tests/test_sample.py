@@ -12,7 +12,7 @@ from unittest import mock
 import numpy as np  # after prepro_tinyshakespeare, which sets how its threads wait
 
 from dev.common.config import Config, draw_parameters
-from dev.features.sample import Tempered, choose, coins_of, generate, stream, texts
+from dev.features.sample import Controlled, choose, coins_of, generate, stream, texts
 from dev.features.tokenizer import FILE, decode, gpt2_words, vocabulary, words_of, words_of_model
 from dev.llama3.tokens import no_words
 from dev.llama3.train_llama3 import Config3
@@ -359,7 +359,7 @@ def test_in_training(folder):
                              sample("--temperature", 0.3, "--top-k", 3)}) == 4)
 
     def first(words, tokens, V=257):
-        return Tempered.first_token(SimpleNamespace(
+        return Controlled.first_token(SimpleNamespace(
             config=SimpleNamespace(EOT=50256, V=V), words=lambda: words,
             train_data=SimpleNamespace(tokens=np.uint16(tokens))))
 
