@@ -121,7 +121,7 @@ LADDER = Ladder(problem, SHAPE, CHECKS, tuple(VERSIONS), fp32="lse delta dq stat
 def check_hopper(name, source):
     """Raise UserError unless a device is Hopper, or a CPU that does the same."""
     like_hopper = "-DHOPPER" in os.environ.get("CXXFLAGS", "").split()
-    if not like_hopper if name == "cpu" else capability() != HOPPER:
+    if not like_hopper if name != "cuda" else capability() != HOPPER:
         raise UserError(f"{source.name} is for Hopper: expected such a GPU, or --device cpu with "
                         "CXXFLAGS=\"-O1 -DHOPPER\"")
 
@@ -133,7 +133,7 @@ def make(name, *defined, group=1, relu=0):
     check_hopper(name, SOURCES[-1])
     c = Config128(group=group, relu=relu, defined=defined)
     sources, kind = [FUSED, *SOURCES], device_class(name)
-    if name == "cpu":
+    if name != "cuda":
         only = {kernel for kernel in read_kernels([*c.SOURCES, *sources])
                 if kernel.startswith(("attention_b", "attention_f"))}
         kind = type("Few", (Emulated,), dict(
@@ -243,12 +243,12 @@ def main(arguments=None):
         raise UserError(f"--shape {flags.shape}: expected sizes from 1 on, of {', '.join(known)}")
     if "NH" in asked:
         asked.setdefault("NKV", asked["NH"])
-    asked = (SMALL if flags.device == "cpu" else known) | asked
+    asked = (SMALL if flags.device != "cuda" else known) | asked
     if asked["NH"] % asked["NKV"]:
         raise UserError(f"--shape {flags.shape}: expected NH, {asked['NH']}, to be a multiple of "
                         f"NKV, {asked['NKV']}")
     wrong, checks = 0, CHECKS
-    if flags.device == "cpu" and flags.shape:
+    if flags.device != "cuda" and flags.shape:
         checks = [sizes_in_words(asked)]
     for i, tried in enumerate(getattr(flags, "try").split(",")):
         defined = tried.split("+")
