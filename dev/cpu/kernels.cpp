@@ -5,17 +5,21 @@ its derivative without threads, warps and shared memory; kernels.cu says what a 
 
 Sizes as there: B sequences of T tokens, N = B*T rows; C channels; V words, padded to Vp; NH heads
 of HS channels, of which GROUP share one of the NKV heads of keys and values (in GPT-2 GROUP = 1, so
-NKV = NH). Arrays are row-major. What is stored as real is fp32 or bf16; all arithmetic is in fp32.
-Its rules hold too: the gradient of a parameter is set, or added to if `adds`; and every run gives
-the same bits, here with any number of threads: these share the work, and change no sum's order.
+NKV = NH). Arrays are row-major. What is stored as real is fp32 or bf16. Arithmetic is in fp32; a
+few long sums are in double. Its rules hold too: the gradient of a parameter is set, or added to if
+`adds`; and every run gives the same bits, here with any number of threads: these share the work,
+and change no sum's order.
 
-kernels.cu is compiled for one model, and a kernel knows its grid. A loop gets these as further
-arguments, by name: C, HS, GROUP; blocks, how many partial sums it makes; heads, how many there are
-in all sequences together.
+Read GELU first, then layernorm, the classifier, AdamW, and attention last. Matrix products are at
+the end, by a BLAS library.
 
-"omp parallel for" shares a loop out to all cores. "omp simd" runs the innermost one in vectors: it
-promises that no iteration needs what another writes, except a sum named in reduction(+), of which
-each lane of a vector then adds up a part.
+On a GPU, C, HS and GROUP are constants of the compiled kernel, and it can ask how many blocks run.
+A loop takes them as further arguments at its end: C, HS, GROUP; blocks, the number of partial sums
+that it makes; heads, those of all sequences together.
+
+`omp parallel for` splits a loop over the cores. `omp simd` runs the innermost loop on vectors of 8
+or 16 numbers, which is right if no iteration reads what another writes. With reduction(+ : sum)
+each slot of the vector adds up a part of the sum, and the parts are added at the end; so with max.
 */
 #include <algorithm>
 #include <cmath>
@@ -48,10 +52,11 @@ struct real {
 using real = float;
 #endif
 
-// e^x = 2^n e^f, where n is x/log(2), rounded, and so |f| <= log(2)/2: there a polynomial is as
-// good as fp32 (Cephes). The number 1.5 * 2^23 has no bits below 1: adding it rounds, and leaves n
-// in the lowest bits. 2^n is then a matter of writing n + 127 where a float keeps its exponent: 255
-// means infinity, and 0 makes zero. A NaN stays one.
+// e^x, as expf, which compilers do not vectorize: skip it at first. e^x = 2^n e^f, where n is
+// x/log(2), rounded, and so |f| <= log(2)/2: there a polynomial is as good as fp32 (Cephes). The
+// number 1.5 * 2^23 has no bits below 1: adding it rounds, and leaves n in the lowest bits. 2^n is
+// then a matter of writing n + 127 where a float keeps its exponent: 255 means infinity, from
+// x = 88.4 on, and 0 makes zero. A NaN stays one.
 constexpr float LOG2_E = 1.442695041f, LN_2 = 0.6931471806f;
 inline float exponential(float x) {
     x = x < -88.0f ? -88.0f : x > 89.0f ? 89.0f : x;
@@ -84,16 +89,18 @@ void encoder_forward(float* out, const int* tokens, const real* wte, const real*
     }
 }
 
-// dwte (Vp,C)[token] += dout (N,C), row by row. Two cores must not add to the same row of dwte, so
-// the host has sorted the positions by token: order (N), of which a run (first, length) has one
-// token. Unused runs are zeros.
+// dwte (Vp,C)[tokens[n]] += dout (N,C)[n], for all n. (It always adds: the head's product has set
+// dwte.) Two cores must not add to the same row of dwte, so the host has sorted the positions by
+// token: for tokens [7,3,7], order (N) is [1,0,2] and runs (N,2) are (1,2), (0,1), each the first
+// index in order, and a length. Unused runs have length 0.
 void encoder_backward_wte(float* dwte, const real* dout, const int* tokens, const int* order,
                           const int* runs, int N, int C) {
 #pragma omp parallel for schedule(dynamic, 8)
     for (int i = 0; i < N; i++) {
-        const int *positions = order + runs[2 * i], length = runs[2 * i + 1];
+        int length = runs[2 * i + 1];
+        const int* positions = order + runs[2 * i];  // all with the same token
+        float* d = dwte + (long)tokens[positions[0]] * C;
         for (int j = 0; j < length; j++) {
-            float* d = dwte + (long)tokens[positions[0]] * C;
             const real* from = dout + (long)positions[j] * C;
 #pragma omp simd
             for (int c = 0; c < C; c++) d[c] += from[c];
@@ -125,9 +132,10 @@ void residual_layernorm_forward(real* out, float* mean, float* rstd, real* copy,
 #pragma omp parallel for
     for (long n = 0; n < N; n++) {
         float* row = x + n * C;
-        if (branch)
+        if (branch) {
 #pragma omp simd
             for (int c = 0; c < C; c++) row[c] += branch[n * C + c];
+        }
         float sum = 0.0f;
 #pragma omp simd reduction(+ : sum)
         for (int c = 0; c < C; c++) {
@@ -145,19 +153,22 @@ void residual_layernorm_forward(real* out, float* mean, float* rstd, real* copy,
     }
 }
 
-// With norm = (inp - mean) * rstd, and dnorm = dout * weight, for each row:
-//   dresidual (N,C) += rstd * (dnorm - average(dnorm) - norm * average(dnorm * norm))
-//   dweight (C) = the sum over rows of dout * norm, and dbias (C) of dout
-// The two averages are there since mean and rstd depend on inp too. Each of `blocks` shares of the
-// rows makes a row of partials (2,blocks,C), for dweight and dbias; add_partials adds them up.
+// out = norm * weight + bias with norm = (inp - mean) * rstd, so dnorm = dout * weight. Adding a
+// constant to a row of inp, or scaling the row, (almost) does not change norm. So the gradient of
+// inp has nothing along these two directions: what dnorm has there, along (1,1,..) and along norm,
+// is subtracted. For each row of dresidual (N,C):
+//   dresidual += rstd * (dnorm - average(dnorm) - norm * average(dnorm * norm))
+// dweight (C) is the sum over rows of dout * norm, dbias (C) that of dout. Each of `blocks` shares
+// of the rows leaves its parts of them in partials (2,blocks,C); add_partials adds these up.
 void layernorm_backward(real* dresidual, float* partials, const real* dout, const real* inp,
                         const real* weight, const float* mean, const float* rstd, int N, int C,
                         int blocks) {
 #pragma omp parallel for
     for (long block = 0; block < blocks; block++) {
-        float *dweight = partials + block * C, *dbias = partials + (blocks + block) * C;
-        std::fill(dweight, dweight + C, 0.0f);
-        std::fill(dbias, dbias + C, 0.0f);
+        float* dweight_part = partials + block * C;
+        float* dbias_part = partials + (blocks + block) * C;
+        std::fill(dweight_part, dweight_part + C, 0.0f);
+        std::fill(dbias_part, dbias_part + C, 0.0f);
         for (long n = block * N / blocks; n < (block + 1) * N / blocks; n++) {
             const real *x = inp + n * C, *dy = dout + n * C;
             real* dx = dresidual + n * C;
@@ -173,14 +184,23 @@ void layernorm_backward(real* dresidual, float* partials, const real* dout, cons
             for (int c = 0; c < C; c++) {
                 float norm = (x[c] - m) * s, dnorm = dy[c] * weight[c];
                 dx[c] = dx[c] + s * (dnorm - average - norm * average_norm);
-                dweight[c] += dy[c] * norm;
-                dbias[c] += dy[c];
+                dweight_part[c] += dy[c] * norm;
+                dbias_part[c] += dy[c];
             }
         }
     }
 }
 
-// ---- the bias of a linear layer, backward: the sum of each column ----
+// ---- a linear layer: out (N,OC) = inp (N,C) weight' + bias ----
+
+// In a textbook's loop, for all n and o:
+//   out[n][o] = bias[o], then for all c: out[n][o] += inp[n][c] * weight[o][c]
+// and backward, for all n, o and c:
+//   dinp[n][c] += dout[n][o] * weight[o][c]
+//   dweight[o][c] += dout[n][o] * inp[n][c]
+//   dbias[o] += dout[n][o]
+// The first three are matrix products, and most of a step's time: see multiply, at the end of this
+// file. The bias, the sum of each column of dout, is a kernel of its own.
 
 // partials (blocks,OC) = for each of `blocks` shares of the rows of dout (N,OC), the sum of each
 // column
@@ -189,9 +209,10 @@ void matmul_backward_bias(float* partials, const real* dout, int N, int OC, int 
     for (long block = 0; block < blocks; block++) {
         float* sum = partials + block * OC;
         std::fill(sum, sum + OC, 0.0f);
-        for (long n = block * N / blocks; n < (block + 1) * N / blocks; n++)
+        for (long n = block * N / blocks; n < (block + 1) * N / blocks; n++) {
 #pragma omp simd
             for (int c = 0; c < OC; c++) sum[c] += dout[n * OC + c];
+        }
     }
 }
 
@@ -200,9 +221,10 @@ void matmul_backward_bias(float* partials, const real* dout, int N, int OC, int 
 void add_partials(float* out1, float* out2, const float* partials, int blocks, int C, int adds) {
     for (float* out : {out1, out2}) {
         if (out && !adds) std::fill(out, out + C, 0.0f);
-        for (long block = 0; out && block < blocks; block++)
+        for (long block = 0; out && block < blocks; block++) {
 #pragma omp simd
             for (int c = 0; c < C; c++) out[c] += partials[block * C + c];
+        }
         partials += (long)blocks * C;
     }
 }
@@ -214,10 +236,21 @@ void add_partials(float* out1, float* out2, const float* partials, int blocks, i
 // For each head, with q, k, v (T,HS), and a prime for a transpose:
 //   weights (T,T) = softmax(scale * q k'), where token t sees the tokens s <= t only
 //   out (T,HS) = weights v
-// BLOCK queries at a time, so that their scores (BLOCK,T) stay in a core's cache.
+// In a textbook's loop, for each token t:
+//   for s <= t: score[s] = scale * (the sum over c of q[t][c] * k[s][c])
+//   weight = softmax(score)
+//   for s <= t, for all c: out[t][c] += weight[s] * v[s][c]
+// and backward, given dout:
+//   dv = weights' dout        dweights = dout v'
+//   dscores = weights * (dweights - delta), delta = the sum of weights * dweights in each row
+//   dq = scale * dscores k    dk = scale * dscores' q
+// delta is also the sum of out * dout in each row, since out = weights v: that is cheaper.
+//
+// Here it is done by blocks, which turn the loops over s into products of small matrices: BLOCK
+// queries at a time, so that their scores (BLOCK,T) stay in a core's cache.
 constexpr long BLOCK = 32;
 
-// A product computes ROWS x COLUMNS numbers at a time, which are as many as vector registers hold.
+// A product computes a tile of ROWS x COLUMNS numbers at a time, which fits into vector registers.
 constexpr long ROWS = 4;
 #ifdef __AVX512F__
 constexpr long COLUMNS = 32;
@@ -225,7 +258,7 @@ constexpr long COLUMNS = 32;
 constexpr long COLUMNS = 16;
 #endif
 
-// A matrix in fp32, with zeros around it up to whole multiples of ROWS and COLUMNS.
+// A matrix in fp32, with zeros at its right and below it: to whole tiles, and to whole blocks.
 struct Matrix {
     long rows, columns;
     std::vector<float> numbers;
@@ -236,8 +269,9 @@ struct Matrix {
     float* operator[](long i) { return &numbers[i * columns]; }
 };
 
-// sum (I,J) += left (I,K) right (K,J), rows of which are `ls`, `lr` numbers apart. left's number
-// (i,k) is at left[i * li + k * lk]: so it can be the transpose of what is in memory.
+// sum (I,J) += left (I,K) right (K,J). Their numbers are sum[i * ls + j], right[k * lr + j] and
+// left[i * li + k * lk]: with (li,lk) = (stride,1) left is read as it is stored, and its transpose
+// with (1,stride). I and J are rounded up to whole tiles, for which a Matrix has its zeros.
 static void add_product(float* sum, long ls, const float* left, long li, long lk,
                         const float* right, long lr, long I, long J, long K) {
     for (long j = 0; j < J; j += COLUMNS)
@@ -277,8 +311,8 @@ static Matrix transposed_head_of(const real* at, long width, int T, int HS) {
     return x;
 }
 
-// to (rows,keys) = x (rows,HS) y', for the `rows` rows of x from `first` on, and the keys up to
-// them. y' is transposed.
+// to = x y', for the `rows` rows of x from `first` on, and the rows of y up to these: no query sees
+// later keys. y' is given as a matrix.
 static void multiply_block(Matrix& to, Matrix& x, Matrix& y_transposed, long first, long rows,
                            int HS) {
     std::fill(to.numbers.begin(), to.numbers.end(), 0.0f);
@@ -331,10 +365,8 @@ void attention_forward(real* out, float* lse, const real* qkv, float scale, int 
 
 }  // extern "C"
 
-// For a block of queries, in the backward pass: weights (rows,keys) = softmax again, from lse; and
-//   dweights = dout v'        dscores = weights * (dweights - delta)
-// delta is the sum over keys of weight * dweight, which is also that over channels of out * dout.
-// The factor scale of dscores is left to their users.
+// For a block of queries, in the backward pass: weights (rows,keys), computed again from lse, and
+// dscores, without their factor scale: dq and dk are multiplied by it once, when they are stored.
 static void weights_and_dscores(Matrix& weights, Matrix& dscores, Matrix& q, Matrix& k_transposed,
                                 Matrix& dout, Matrix& v_transposed, const float* lse,
                                 const float* delta, float scale, long first, long rows, int HS) {
@@ -452,16 +484,18 @@ void gelu_backward(real* dinp, const real* inp, int N, int OC) {
 
 // ---- classifier: softmax, cross-entropy and its gradient ----
 
-// losses (N) = -log(softmax(logits (N,Vp)[row, 0..V-1])[target]). With with_gradient, the logits
-// become their gradient, dloss * (softmax - onehot), where onehot is 1 at the target; the padding
-// becomes zeros. room is for a GPU.
+// losses (N) = -log(softmax(logits (N,Vp)[row, 0..V-1])[target]), which is
+//   log(the sum of e^logit) - logit[target]
+// so its gradient is softmax - onehot, where onehot is 1 at the target. With with_gradient, the
+// logits become that times dloss, 1 / (tokens of the step), since a step's loss is a mean; the
+// padding becomes zeros. room is for a GPU.
 void fused_classifier(real* logits, float* losses, const int* targets, float dloss, int N, int V,
                       int Vp, int with_gradient, int room) {
 #pragma omp parallel for
     for (long n = 0; n < N; n++) {
         real* x = logits + n * Vp;
         float largest = x[0];
-        double sum = 0.0;  // of 50,257 numbers, or of 128,256
+        double sum = 0.0;  // a sum of 50,257 numbers in fp32 would lose digits
 #pragma omp simd reduction(max : largest)
         for (int v = 0; v < V; v++) largest = x[v] > largest ? (float)x[v] : largest;
 #pragma omp simd reduction(+ : sum)
@@ -493,7 +527,7 @@ void global_norm(float* norm, const float* grads, size_t n, int blocks) {
     double sum = 0.0;
     for (int block = 0; block < blocks; block++) sum += norm[2 + block];
     norm[0] = sqrt(sum);
-    norm[1] = 0.0f;
+    norm[1] = 0.0f;  // a GPU's counter
 }
 
 // The settings of a step, and its outcome; see kernels.cu.
@@ -509,7 +543,7 @@ void add_loss(Verdict* verdict, const float* losses, float share, int N, int acc
     verdict->loss = (accumulate ? verdict->loss : 0.0f) + share * (float)sum;
 }
 
-// A step updates the parameters if its loss and norm are finite, and those of all steps before.
+// A step updates the parameters if its loss and norm, and those of all earlier steps, are finite.
 void judge(Verdict* verdict, const float* norm) {
     verdict->norm = norm[0];
     if (!(std::isfinite(verdict->loss) && std::isfinite(verdict->norm))) verdict->stopped = 1.0f;
@@ -542,6 +576,8 @@ extern "C" {
 // One step for all n parameters, with g the scaled gradient:
 //   m += rate1 (g - m),  v += rate2 (g^2 - v)
 //   p -= learning_rate (m correction1 / (sqrt(v correction2) + eps) + weight_decay p)
+// rate1 and rate2 are 1 - beta; the corrections, 1 / (1 - beta^step), undo the start of m and v at
+// 0. If the gradient's norm exceeds clip, the gradient is scaled down to it; clip 0: never.
 // Tensor i begins at starts[i] in the arenas, and decayed[i] says whether it gets weight decay.
 void adamw(real* params, int16_t* low, const float* grads, float* m, float* v, const size_t* starts,
            const int* decayed, int tensors, size_t n, const AdamW* settings,
@@ -565,11 +601,7 @@ void adamw(real* params, int16_t* low, const float* grads, float* m, float* v, c
     }
 }
 
-}  // extern "C"
-
 // ---- products: what a device's matmul does; no kernel of kernels.cu ----
-
-extern "C" {
 
 // cblas_sgemm of NumPy's OpenBLAS, whose integers have 64 bits
 using Sgemm = void(int order, int transpose_left, int transpose_right, int64_t I, int64_t J,
@@ -579,7 +611,7 @@ using Sgemm = void(int order, int transpose_left, int transpose_right, int64_t I
 
 // out (I,J) = left (I,K) right (K,J), or += with accumulate. Then, unless they are null: out +=
 // bias (J); out is multiplied by GELU's derivative at dgelu_at (I,J); result (I,J) = out as a real;
-// gelu_of (I,J) = GELU(result).
+// gelu_of (I,J) = GELU(result), which needs result.
 //
 // out is cut into slices, as many as its size says, and not how many threads there are: a BLAS may
 // sum in another order for another size. A thread computes a slice, with a BLAS that uses one
@@ -589,10 +621,11 @@ void multiply(Sgemm sgemm, float* out, const float* left, const float* right, lo
               long K, int transposed_left, long stride_left, int transposed_right,
               long stride_right, int accumulate, const real* bias, const real* dgelu_at,
               real* result, real* gelu_of) {
-    constexpr int ROW_MAJOR = 101, PLAIN = 111, TRANSPOSED = 112;
+    constexpr int ROW_MAJOR = 101, PLAIN = 111, TRANSPOSED = 112;  // cblas.h's numbers
+    constexpr long MOST_SLICES = 16, SLICE = 6000000;  // multiply-adds, some 0.1 ms
     bool by_rows = I > J;
     long all = by_rows ? I : J, slices = 1;
-    while (slices < 16 && I * J * K / (2 * slices) > 6000000) slices *= 2;
+    while (slices < MOST_SLICES && I * J * K / (2 * slices) > SLICE) slices *= 2;
     long slice = (all + 16 * slices - 1) / (16 * slices) * 16;
 #pragma omp parallel for
     for (long first = 0; first < all; first += slice) {
@@ -606,18 +639,22 @@ void multiply(Sgemm sgemm, float* out, const float* left, const float* right, lo
         for (long row = i; row < i + rows && (bias || dgelu_at || result); row++) {
             long at = row * J + j;  // of the slice's row
             float* x = out + at;
-            if (bias)
+            if (bias) {
 #pragma omp simd
                 for (long c = 0; c < columns; c++) x[c] += bias[j + c];
-            if (dgelu_at)
+            }
+            if (dgelu_at) {
 #pragma omp simd
                 for (long c = 0; c < columns; c++) x[c] *= gelu_derivative(dgelu_at[at + c]);
-            if (result)
+            }
+            if (result) {
 #pragma omp simd
                 for (long c = 0; c < columns; c++) result[at + c] = x[c];
-            if (gelu_of)
+            }
+            if (gelu_of) {
 #pragma omp simd
                 for (long c = 0; c < columns; c++) gelu_of[at + c] = gelu(result[at + c]);
+            }
         }
     }
 }

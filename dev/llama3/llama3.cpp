@@ -14,10 +14,12 @@ void residual_rmsnorm_forward(real* out, float* rstd, real* copy, float* x, cons
                               const real* weight, float eps, int N, int C) {
 #pragma omp parallel for
     for (long n = 0; n < N; n++) {
-        float *row = x + n * C, squares = 0.0f;
-        if (branch)
+        float* row = x + n * C;
+        float squares = 0.0f;
+        if (branch) {
 #pragma omp simd
             for (int c = 0; c < C; c++) row[c] += branch[n * C + c];
+        }
 #pragma omp simd reduction(+ : squares)
         for (int c = 0; c < C; c++) {
             copy[n * C + c] = row[c];
@@ -29,13 +31,15 @@ void residual_rmsnorm_forward(real* out, float* rstd, real* copy, float* x, cons
     }
 }
 
-// out (N,C) again, from the copy that the forward pass left
+// out (N,C) again, from the copy that the forward pass left (in bf16 it is rounded, so that out may
+// differ by a rounding)
 void rmsnorm_again(real* out, const real* inp, const float* rstd, const real* weight, int N,
                    int C) {
 #pragma omp parallel for
-    for (long n = 0; n < N; n++)
+    for (long n = 0; n < N; n++) {
 #pragma omp simd
         for (int c = 0; c < C; c++) out[n * C + c] = inp[n * C + c] * rstd[n] * weight[c];
+    }
 }
 
 // With norm = inp * rstd, and dnorm = dout * weight, for each row:
@@ -69,8 +73,8 @@ void rmsnorm_backward(real* dresidual, float* partials, const real* dout, const 
 
 // table (T,HS) = the cosine, at 2i, and the sine, at 2i + 1, of t times pair i's frequency,
 // theta^(-2i/HS). With a factor above 1, pairs that turn less than once in 8,192 tokens turn
-// `factor` times slower, and those that turn less than four times somewhat slower. What is rounded
-// to fp32 is so in PyTorch.
+// `factor` times slower, and those that turn less than four times somewhat slower. Numbers are
+// rounded to fp32 where PyTorch rounds them.
 void rope_table(float* table, float theta, float factor, int T, int HS) {
     for (int i = 0; i < HS / 2; i++) {
         float frequency = 1.0f / (float)pow((double)theta, (double)((float)(2 * i) / HS));
@@ -126,7 +130,7 @@ void swiglu_forward(real* out, const real* inp, int N, int H) {
         const real *up = inp + n * 2 * H, *gate = up + H;
 #pragma omp simd
         for (int i = 0; i < H; i++)
-            out[n * H + i] = up[i] * gate[i] / (1.0f + exponential(-gate[i]));
+            out[n * H + i] = up[i] * (gate[i] / (1.0f + exponential(-gate[i])));
     }
 }
 
