@@ -19,7 +19,7 @@ from dev.features.outliers import SOURCE as OUTLIERS
 from dev.lab.bench import Bench, noting, orders as thread_orders
 from dev.lab.ladder import find_ladder, parse_sizes
 from dev.tests.checks import EXACT, check, check_refusal, refusal
-from prepro_tinyshakespeare import UserError
+from prepro_tinyshakespeare import UserError, replace_file
 
 KERNEL_FILE = """
 #define BLOCK(threads, ...)
@@ -151,6 +151,17 @@ def test_cached_libraries(device_name, folder):
             check(f"a damaged cache of numbers: {text!r}", read_cache("x") == {})
         write_cache("x", {"a": 1})
         check("is replaced", read_cache("x") == {"a": 1})
+
+
+def test_same_pid(folder):
+    """Two programs write a file at once, in containers that share a folder: both are process 1."""
+    def chunks():
+        yield b"outer"
+        replace_file(folder / "x", [b"inner"])
+
+    replace_file(folder / "x", chunks())
+    check("the last one stays, whole", (folder / "x").read_bytes() == b"outer")
+    check("and no other file", len([*folder.iterdir()]) == 1)
 
 
 ORDER_FILE = """
