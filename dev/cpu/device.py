@@ -15,7 +15,7 @@ import numpy as np  # after prepro_tinyshakespeare, which has said how its threa
 from dev.common.cuda_source import check_arrays, checked_kernels
 from dev.cpu import races
 from dev.cpu.emulated import ALWAYS, KERNELS, Emulated
-from dev.cpu.host import FLAGS, Host, compiled, loaded, round_to_tf32
+from dev.cpu.host import FLAGS, Host, compiled, flags_asked_for, loaded, round_to_tf32
 from train_gpt2 import BF16, SIZES, stride_of
 
 LOOPS = Path(__file__).resolve().parent / "kernels.cpp"
@@ -85,7 +85,7 @@ class Cpu(Host):
         files = [path for path in map(loops_of, self.sources) if path.exists()]
         texts = {path: path.read_text("utf-8") for path in files}
         flags = [*FLAGS, "-fno-trapping-math", *["-DBF16"] * (self.real == BF16),
-                 *os.environ.get("CXXFLAGS", "").split()]
+                 *flags_asked_for()]
         debugged = any(flag.startswith("-g") for flag in flags)
         source = "".join(f'#line 1 "{path if debugged else path.name}"\n{text}\n'
                          for path, text in texts.items())

@@ -98,6 +98,11 @@ def round_to_tf32(x):
 # ---- Compiling
 
 
+def flags_asked_for():
+    """CXXFLAGS, with which, even if -ffast-math is one of them, judge sees a NaN."""
+    return [*os.environ.get("CXXFLAGS", "").split(), "-fno-finite-math-only"]
+
+
 def run_compiler(command, source=""):
     """What a compiler has done with a source, and said in English."""
     return subprocess.run(command, input=source, capture_output=True, encoding="utf-8",

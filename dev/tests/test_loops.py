@@ -278,3 +278,15 @@ def test_without_openblas():
         devices[1].blas = None
         for device in devices:
             run(f"{dtype} matmul", test_gpt2.matmul, device, 27, 96, 288)
+
+
+def test_fast_math():
+    """judge sees a NaN and an infinity, whatever CXXFLAGS say."""
+    c = Config(C=64, NH=2)
+    with mock.patch.dict(os.environ, CXXFLAGS="-O1 -Ofast"), contextlib.redirect_stdout(None):
+        for device in Cpu("fp32", c), Emulated("fp32", c, only={"judge"}):
+            for loss, norm in ((1, 1), (np.nan, 1), (1, np.nan), (-np.inf, 1), (1, np.inf)):
+                verdict = np.float32([0, loss, 0, 0])
+                device.launch("judge", 1, verdict, np.float32([norm]))
+                wish = np.isfinite(loss) and np.isfinite(norm)
+                check(f"{type(device).__name__}: {loss}, {norm}", verdict[2] == wish, verdict)
