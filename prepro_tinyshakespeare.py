@@ -14,6 +14,7 @@ This is the ground floor: all other programs use its errors and its way to write
 import http.client
 import os
 import re
+import secrets
 import sys
 import urllib.request
 from pathlib import Path
@@ -89,7 +90,7 @@ def replace_file(path, chunks):
     """Write the chunks (bytes or C-contiguous arrays) to path, completely or not at all: to a
     temporary file beside it, which then takes its name. Raises UserError if the disk is full or the
     folder cannot be written."""
-    temporary = Path(f"{path}.{os.getpid()}.tmp")
+    temporary = Path(f"{path}.{secrets.token_hex(4)}.tmp")  # two containers may share a pid
     try:
         temporary.parent.mkdir(parents=True, exist_ok=True)
         with open(temporary, "wb") as file:

@@ -4,6 +4,7 @@ import ctypes
 import functools
 import os
 import re
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -12,16 +13,17 @@ from prepro_tinyshakespeare import UserError
 
 import numpy as np  # after prepro_tinyshakespeare, which has said how its threads are to wait
 
-from dev.common.cuda_source import check_arrays, checked_kernels
+from dev.common.cuda_source import check_arrays, checked_kernels, parameters_of
 from dev.cpu import races
-from dev.cpu.emulated import ALWAYS, KERNELS, Emulated
-from dev.cpu.host import FLAGS, Host, compiled, loaded, round_to_tf32
+from dev.cpu.emulated import ALWAYS, HEADERS, KERNELS, Emulated
+from dev.cpu.host import FLAGS, Host, compiled, flags_asked_for, loaded, round_to_tf32
 from train_gpt2 import BF16, SIZES, stride_of
 
 LOOPS = Path(__file__).resolve().parent / "kernels.cpp"
 C_TYPES = {"int": ctypes.c_int, "long": ctypes.c_long, "float": ctypes.c_float,
            "size_t": ctypes.c_size_t}
 KNOWN = re.compile(r"-D(FP32|TF32|BF16|(CHANNELS|HS|GROUP)=\d+)")  # the switches that loops know
+LOOP_KINDS = {"Output": "real", "Tiles": "real", "low_half": "int16_t"}  # a loop's of a kernel's
 
 
 def loops_of(path):
@@ -34,6 +36,16 @@ def read_loops(text):
     text = re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.S)
     return {name: [part.strip() for part in parameters.split(",")]
             for name, parameters in re.findall(r"^void (\w+)\(([^)]*)\) \{", text, re.M)}
+
+
+def last_word(text):
+    return re.findall(r"\w+", text)[-1]
+
+
+def told(parameters):
+    """Parameters (texts) as a kernel and its loop must agree on them: ["real* out", "int N"]."""
+    return [f"{LOOP_KINDS.get(p.kind, p.kind)}{'*' * p.array} {p.name}"
+            for p in parameters_of(SimpleNamespace(parameters=parameters))]
 
 
 class Loop(NamedTuple):
@@ -74,8 +86,13 @@ class Cpu(Host):
     def unknown_switch(self):
         """What loops cannot do, of the kernels' switches and what the environment asks of the
         emulated device; or None."""
-        asked = [flag for flag in os.environ.get("CXXFLAGS", "").split()
-                 if flag.startswith("-D") or flag == races.FLAG]
+        given = " ".join(os.environ.get("CXXFLAGS", "").split())
+        text = "".join(path.read_text("utf-8") for path in (*self.sources, *HEADERS))
+        tests = re.findall(r"^ *# *(?:el)?if([^/\n]*)", text, re.M)
+        tested = {*re.findall(r"\w+", " ".join(tests))}
+        asked = [flag for flag, name in re.findall(r"(?<!\S)(-D ?(\w+)\S*)", given)
+                 if name in tested]  # -DNDEBUG, say, is nothing to a kernel
+        asked += [races.FLAG] * (races.FLAG in given.split())
         order = os.environ.get("CUDA_ON_CPU_ORDER")
         return next((flag for flag in [*self.switches(), *asked] if not KNOWN.fullmatch(flag)),
                     f"CUDA_ON_CPU_ORDER={order}" if order else None)
@@ -85,7 +102,7 @@ class Cpu(Host):
         files = [path for path in map(loops_of, self.sources) if path.exists()]
         texts = {path: path.read_text("utf-8") for path in files}
         flags = [*FLAGS, "-fno-trapping-math", *["-DBF16"] * (self.real == BF16),
-                 *os.environ.get("CXXFLAGS", "").split()]
+                 *flags_asked_for()]
         debugged = any(flag.startswith("-g") for flag in flags)
         source = "".join(f'#line 1 "{path if debugged else path.name}"\n{text}\n'
                          for path, text in texts.items())
@@ -102,9 +119,15 @@ class Cpu(Host):
             if name in self.kernels:
                 kernel = self.kernels[name]
                 count = len(kernel.parameters)
+                wish, found = told(kernel.parameters), told(parameters[:count])
+                if wish != found or any(last_word(text) not in values
+                                        for text in parameters[count:]):
+                    raise UserError(f"{name}: the kernel has {', '.join(wish)}; its loop has "
+                                    f"{', '.join(told(parameters))}: change the loop likewise, or "
+                                    "use --device emulated, which runs kernels.cu itself")
                 scalars = [{"int": int, "float": float, "size_t": int}.get(text.split()[0])
                            for text in kernel.parameters]
-                more = [values[re.findall(r"\w+", text)[-1]] for text in parameters[count:]]
+                more = [values[last_word(text)] for text in parameters[count:]]
                 self.loops[name] = Loop(kernel, function, scalars, more)
         self.blas = blas()
 
@@ -132,6 +155,8 @@ class Cpu(Host):
         """As train_gpt2.Cuda.matmul."""
         if self.blas is None or out.dtype not in (np.float32, BF16):
             return super().matmul(out, a, b, bias, accumulate, gelu, dgelu_at)
+        assert out.shape + b.shape[:1] == (a.shape[0], b.shape[1], a.shape[1]), "sizes differ"
+        assert out.flags.c_contiguous, "the loop takes out's rows to be one behind the other"
         if self.dtype == "tf32":
             a, b = round_to_tf32(a), round_to_tf32(b)
         a, b = self.in_fp32(a, "left"), self.in_fp32(b, "right")
@@ -139,12 +164,18 @@ class Cpu(Host):
         is_real = out.dtype == self.real  # else the gradient of a parameter: nothing follows
         result = out if is_real and (product is not out or gelu is not None) else None
         sgemm, threads_of, set_threads = self.blas
-        threads = threads_of()
-        set_threads(1)
-        self.library.multiply(
-            sgemm, address(product), address(a), address(b), *out.shape, a.shape[1], *stride_of(a),
-            *stride_of(b), accumulate, *map(address, (bias, dgelu_at, result, gelu)))
-        set_threads(threads)
+        # A BLAS has one number of threads for the whole process, in which NumPy's own products, as
+        # of an emulated device, want all of them again. So Python threads take turns.
+        with one_product:
+            threads = threads_of()
+            set_threads(1)
+            try:
+                self.library.multiply(
+                    sgemm, address(product), address(a), address(b), *out.shape, a.shape[1],
+                    *stride_of(a), *stride_of(b), accumulate,
+                    *map(address, (bias, dgelu_at, result, gelu)))
+            finally:
+                set_threads(threads)
 
     def in_fp32(self, x, name):
         """A matrix, if it is of bf16 in a buffer of this name."""
@@ -160,12 +191,15 @@ class Cpu(Host):
         """Memory for an fp32 matrix, used again by later products."""
         size = shape[0] * shape[1]
         if name not in self.buffers or self.buffers[name].size < size:
-            self.buffers[name] = np.empty(size, np.float32)
+            self.buffers[name] = self.empty(4 * size).view(np.float32)
         return self.buffers[name][:size].reshape(shape)
 
     @functools.cached_property
     def buffers(self):
         return {}
+
+
+one_product = threading.Lock()  # in which the BLAS has one thread
 
 
 def address(array):
@@ -176,7 +210,9 @@ def address(array):
 @functools.cache
 def blas():
     """(the address of cblas_sgemm, functions that get and set its threads) of the OpenBLAS that
-    NumPy has brought and loaded; None if it has another BLAS."""
+    NumPy has brought and loaded; None if it has another BLAS: MKL, Accelerate, or a system's own
+    OpenBLAS. NumPy then multiplies, with that one's threads, and nothing promises the same bits for
+    any number of them."""
     numpy = Path(np.__file__).parent
     for path in (*numpy.parent.glob("numpy.libs/*openblas*"), *numpy.glob(".dylibs/*openblas*")):
         try:

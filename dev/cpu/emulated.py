@@ -15,7 +15,8 @@ import numpy as np  # after prepro_tinyshakespeare, which has said how its threa
 from dev.common.cuda_source import check_arrays, checked_kernels
 from dev.common.student_text import for_cpu
 from dev.cpu import races
-from dev.cpu.host import FLAGS, Host, compiled, compiler_of, found_compiler, loaded  # noqa: F401
+from dev.cpu.host import (FLAGS, Host, compiled, compiler_of, flags_asked_for,  # noqa: F401
+                          found_compiler, loaded)
 from dev.cpu.places import with_calls
 from train_gpt2 import SIZES, FastCuda, aligned_bytes
 
@@ -105,8 +106,7 @@ class Emulated(Host):
     def build(self, sources):
         """The path of the shared library, compiled if there is none for these files, flags and this
         processor."""
-        flags = [*FLAGS, "-U_FORTIFY_SOURCE", *self.switches(),
-                 *os.environ.get("CXXFLAGS", "").split()]
+        flags = [*FLAGS, "-U_FORTIFY_SOURCE", *self.switches(), *flags_asked_for()]
         if self.races:
             flags.remove("-fopenmp")
             flags += races.MORE_FLAGS

@@ -1,12 +1,15 @@
 """What both devices of the CPU share: the verbs of train_gpt2.Cuda that need no kernel, products by
 NumPy's BLAS; and how C++ is compiled, once for these files, flags and this processor."""
 import ctypes
+import functools
 import hashlib
 import os
 import re
 import shutil
 import subprocess
+import tempfile
 import threading
+from pathlib import Path
 
 from prepro_tinyshakespeare import UserError, replace_file
 
@@ -95,6 +98,17 @@ def round_to_tf32(x):
 # ---- Compiling
 
 
+def flags_asked_for():
+    """CXXFLAGS, with which, even if -ffast-math is one of them, judge sees a NaN."""
+    return [*os.environ.get("CXXFLAGS", "").split(), "-fno-finite-math-only"]
+
+
+def run_compiler(command, source=""):
+    """What a compiler has done with a source, and said in English."""
+    return subprocess.run(command, input=source, capture_output=True, encoding="utf-8",
+                          errors="replace", env=os.environ | {"LC_ALL": "C.UTF-8"})
+
+
 def compiler_of():
     """The C++ compiler, or the CXX that is asked for; None if there is none."""
     return os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
@@ -121,19 +135,46 @@ def compiled(what, flags, source, named=None, files=(), libraries=(), warns=Fals
     """(the path of a shared library, the compiler's warnings if warns). It is compiled from the
     text `source`, unless it has been with these flags, for the same processor. named: the source,
     if it names files otherwise than the cache should; files: what it includes."""
-    compiler, flags = found_compiler(), [*flags]
-    # -### prints what the driver would run, and so what -march=native means on this processor.
-    target = subprocess.run([compiler, *flags, "-E", "-###", "-x", "c++", os.devnull],
-                            capture_output=True).stderr
-    key = hashlib.sha256(b"\0".join([(named or source).encode(),
-                                     *(path.read_bytes() for path in files), target]))
-    cache = cache_folder()
-    library = cache / f"kernels_{key.hexdigest()[:16]}.so"
+    compiler, cache = found_compiler(), cache_folder()
+
+    def library_of(flags):
+        # -### prints what the driver would run, and so what -march=native means on this processor.
+        target = run_compiler([compiler, *flags, "-E", "-###", "-x", "c++", os.devnull]).stderr
+        key = hashlib.sha256(b"\0".join([(named or source).encode(), *(
+            path.read_bytes() for path in files), target.encode()]))
+        return cache / f"kernels_{key.hexdigest()[:16]}.so"
+
+    library = library_of(flags)
+    if "-fopenmp" in flags and not library.exists() and lacks_openmp(compiler, *flags):
+        # in a library of its own, so that an OpenMP that is installed later is used
+        flags = without_openmp(flags)
+        library = library_of(flags)
     with compiling.setdefault(library, threading.Lock()):  # one thread of this process
         return find_or_compile(what, [compiler, *flags], source, library, libraries, warns)
 
 
 compiling = {}  # {a library's path: a lock}
+
+
+def without_openmp(flags):
+    """The same flags for one core, whose loops are still of vectors."""
+    at = flags.index("-fopenmp")  # ours: CXXFLAGS may have another, behind -Xpreprocessor
+    return [*flags[:at], "-fopenmp-simd", *flags[at + 1 :]]
+
+
+@functools.cache
+def lacks_openmp(compiler, *flags):
+    """Whether a compiler with these flags has no OpenMP, or not all of it: clang may know the flag
+    and lack the header or the library."""
+    def works(flags):
+        with tempfile.TemporaryDirectory() as folder:
+            source = "#ifdef _OPENMP\n#include <omp.h>\nint n = omp_get_max_threads();\n#endif\n"
+            return not run_compiler([compiler, *flags, "-x", "c++", "-", "-o",
+                                     f"{folder}/probe.so"], source).returncode
+    lacks = not works(flags) and works(without_openmp(flags))  # else another flag is bad
+    if lacks:
+        print(f"{compiler} has no OpenMP: the kernels run on one core", flush=True)
+    return lacks
 
 
 def find_or_compile(what, command, source, library, libraries, warns):
@@ -148,28 +189,21 @@ def find_or_compile(what, command, source, library, libraries, warns):
     except (OSError, ValueError):  # not there yet, or damaged
         pass
     print(f"compiling {what} with {compiler}, once", flush=True)
-    temporary = cache / f"{library.name}.{os.getpid()}"
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        try:
-            # again without OpenMP, if the compiler has none; or with recursion, if it is there
-            for _ in range(3):
-                done = subprocess.run([compiler, *flags, "-x", "c++", "-", *libraries, "-o",
-                                       temporary], input=source, text=True, capture_output=True)
+        with tempfile.TemporaryDirectory(prefix="compiling_", dir=cache) as folder:
+            temporary = Path(folder) / library.name
+            for _ in range(2):  # again with recursion, if it is there
+                done = run_compiler([compiler, *flags, "-x", "c++", "-", *libraries, "-o",
+                                     temporary], source)
                 if done.returncode == 0:
                     made, warnings = temporary.read_bytes(), done.stderr if warns else ""
                     replace_file(library, [made])
                     replace_file(seal, [f"{checksum(made, warnings)}\n{warnings}".encode()])
                     return library, warnings
-                if "recursive inlining" in done.stderr and "-DWITH_RECURSION" not in flags:
-                    flags.append("-DWITH_RECURSION")
-                    continue
-                if "openmp" not in done.stderr or "-fopenmp" not in flags:
+                if "recursive inlining" not in done.stderr:
                     break
-                flags.remove("-fopenmp")
-                print(f"{compiler} has no OpenMP: the kernels run on one core")
-        finally:
-            temporary.unlink(missing_ok=True)
+                flags.append("-DWITH_RECURSION")
     except OSError as e:
         raise UserError(f"{cache}: compiled kernels could not be kept there ({e.strerror}); "
                         "set XDG_CACHE_HOME to a folder that can be written") from None

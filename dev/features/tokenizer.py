@@ -178,4 +178,4 @@ class Kept:
 
 
 FEATURE = Feature("tokenizer", training=Tokenized, pairs=(Pair("runs", training=Kept),),
-                  left=r"tokenizer\.bin\.\d+\.tmp")
+                  left=r"tokenizer\.bin\.[0-9a-f]+\.tmp")

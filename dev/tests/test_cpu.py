@@ -1,5 +1,6 @@
 """Test the CPU device: how kernels are compiled, in which order threads run, and how races show."""
 import contextlib
+import io
 import os
 import re
 import shutil
@@ -14,12 +15,13 @@ import numpy as np
 from dev.common.cache import cache_folder, read_cache, write_cache
 from dev.common.config import Config
 from dev.common.cuda_source import checked_kernels
+from dev.cpu.host import compiler_of, lacks_openmp
 from dev.features.devices import make_device
 from dev.features.outliers import SOURCE as OUTLIERS
 from dev.lab.bench import Bench, noting, orders as thread_orders
 from dev.lab.ladder import find_ladder, parse_sizes
 from dev.tests.checks import EXACT, check, check_refusal, refusal
-from prepro_tinyshakespeare import UserError
+from prepro_tinyshakespeare import UserError, replace_file
 
 KERNEL_FILE = """
 #define BLOCK(threads, ...)
@@ -151,6 +153,49 @@ def test_cached_libraries(device_name, folder):
             check(f"a damaged cache of numbers: {text!r}", read_cache("x") == {})
         write_cache("x", {"a": 1})
         check("is replaced", read_cache("x") == {"a": 1})
+
+
+def test_without_openmp(folder):
+    """A compiler that knows -fopenmp, and has no header or library for it: one core, which each run
+    says, until OpenMP is there. Its messages are in English."""
+    compiler, path = folder / "c++", folder / "kernels.cu"
+    path.write_text(KERNEL_FILE)
+    one = type("One", (Config,), dict(SOURCES=(path,)))()
+
+    def said(script, flag="-O1"):
+        compiler.write_text(f'#!/bin/sh\n{script}\nexec "{compiler_of()}" "$@"\n')
+        compiler.chmod(0o755)
+        lacks_openmp.cache_clear()  # as in another process
+        variables = dict(CXXFLAGS=flag, XDG_CACHE_HOME=str(folder), CXX=str(compiler))
+        with (mock.patch.dict("os.environ", variables),
+              contextlib.redirect_stdout(io.StringIO()) as output):
+            out, device = np.zeros(40, np.float32), make_device("emulated", "fp32", one, plain=True)
+            device.launch("fill", 40, out, 3, 40)
+        check("the kernels run", out.sum() == 120)
+        return "compiling" in output.getvalue(), "one core" in output.getvalue()
+
+    without = """case " $* " in
+        *" -E "*) ;;
+        *" -fopenmp "*) echo "cannot find -lomp" >&2; exit 1
+    esac"""
+    check("one core", said(without) == (True, True))
+    check("and later", said(without) == (False, True))
+    check("OpenMP is installed: compiled again", said("") == (True, False))
+    check("and later", said("") == (False, False))
+    check("another flag is bad", not lacks_openmp(compiler_of(), "-fopenmp", "-bad"))
+    message = refusal(said, 'test "$LC_ALL" = C.UTF-8 || exec false; printf "\\377" >&2', "-bad")
+    check("English, though bytes are not UTF-8", message and "-bad" in message, message)
+
+
+def test_same_pid(folder):
+    """Two programs write a file at once, in containers that share a folder: both are process 1."""
+    def chunks():
+        yield b"outer"
+        replace_file(folder / "x", [b"inner"])
+
+    replace_file(folder / "x", chunks())
+    check("the last one stays, whole", (folder / "x").read_bytes() == b"outer")
+    check("and no other file", len([*folder.iterdir()]) == 1)
 
 
 ORDER_FILE = """

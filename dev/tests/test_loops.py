@@ -2,7 +2,10 @@
 against NumPy's formulas; against the kernels in whose place they stand, launch by launch; against
 PyTorch; and with several numbers of threads. What they do not know is emulated."""
 import contextlib
+import itertools
 import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from unittest import mock
 
@@ -14,15 +17,15 @@ from dev.bench import on_cpu
 from dev.common.bf16 import joined
 from dev.common.config import Config
 from dev.common.cuda_source import parameters_of
-from dev.cpu.device import Cpu, loops_of, read_loops
-from dev.cpu.emulated import Emulated
+from dev.cpu.device import LOOP_KINDS, Cpu, loops_of, read_loops
+from dev.cpu.emulated import KERNELS, Emulated
 from dev.features.declare import stack
 from dev.features.recompute import LLAMA_SOURCE as RECOMPUTE_LLAMA, SOURCE as RECOMPUTE
 from dev.features.relu_attention import ReluAttention
 from dev.features.seams import GPT2
 from dev.llama3.train_llama3 import Config3, Llama3
 from dev.tests import test_llama3
-from dev.tests.checks import EXACT, TINY, check, fast, normal, run, words
+from dev.tests.checks import EXACT, TINY, check, check_refusal, fast, normal, run, words
 from dev.tests.models import (FIXTURES, check_dump, check_kernels, check_launched, device_of,
                               launched, poison, poisoned_model)
 from dev.tests.steps import check_steps
@@ -41,13 +44,12 @@ def runs_on(device_name):
 def test_names():
     """Each kernel has a loop, whose arguments are the kernel's, of the same types and names, and
     then some that Cpu knows."""
-    kinds = {"Output": "real", "Tiles": "real", "low_half": "int16_t"}
     for path in SOURCES:
         kernels, loops = read_kernels([path]), read_loops(loops_of(path).read_text("utf-8"))
         check(f"{path.name}: loops", kernels.keys() <= loops.keys(),
               f"none for {kernels.keys() - loops.keys()}")
         for name in kernels.keys() & loops.keys():
-            wish = [(p.name, kinds.get(p.kind, p.kind), p.array, p.const)
+            wish = [(p.name, LOOP_KINDS.get(p.kind, p.kind), p.array, p.const)
                     for p in parameters_of(kernels[name])]
             found = [(p.name, p.kind, p.array, p.const)
                      for p in parameters_of(SimpleNamespace(parameters=loops[name]))]
@@ -168,10 +170,12 @@ class Beside(Cpu):
             if parameter.array and not parameter.const and ours is not None:
                 ours, theirs = (self.numbers(name, parameter, items, args, x)
                                 for x in (ours, theirs))
+                left = np.isnan(ours) & np.isnan(theirs)  # poison, where neither wrote
+                ours, theirs = ours[~left], theirs[~left]
                 most = np.abs(theirs).max(initial=1e-30)
                 error = np.abs(ours - theirs).max(initial=0) / most
                 key = f"{name} {parameter.name}"
-                self.found[key] = max(error, self.found.get(key, 0))
+                self.found[key] = np.maximum(error, self.found.get(key, 0))  # keeps a NaN
 
     def numbers(self, name, parameter, items, args, array):
         """What an array holds, as float64. Partial sums are added up: which rows are in which share
@@ -222,9 +226,15 @@ def test_timed_steps():
 # ---- Any number of threads
 
 
+def skip_without_openmp():
+    if not hasattr(Cpu("fp32", Config(C=64, NH=2)).library, "omp_set_num_threads"):
+        pytest.skip("the compiler has no OpenMP")
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_threads(dtype):
     """The same bits with one thread and with several, products included."""
+    skip_without_openmp()
     for Model, sizes in ((GPT2, dict(C=128, NH=4, Vp=288)), (GPT2, dict(C=96, NH=3, Vp=288)),
                          (Llama3, dict(C=64, NH=4, NKV=2))):
         c = Model.Config(L=2, maxT=64, V=251, **sizes)
@@ -246,6 +256,74 @@ def test_threads(dtype):
                 yield f"{Model.__name__} C={c.C}, {name}", more[name], found[0][name], EXACT
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sliced_products(dtype):
+    """Products so large that threads share them: of rows, and of columns, with all that may follow.
+    The same bits with any number of threads, and right, the places where slices meet included."""
+    skip_without_openmp()
+    device = Cpu(dtype, Config(C=64, NH=2))
+    if device.blas is None:
+        pytest.skip("NumPy has another BLAS, whose threads multiply")
+    real, limit = device.real, 1e-6 if dtype == "fp32" else 5e-3
+
+    def array(rows, columns, transposed=False):
+        shape = (columns, rows) if transposed else (rows, columns)
+        found = made(device, shape, real, normal(*shape))
+        return found.T if transposed else found
+
+    def product(dtype=real, **options):
+        out = made(device, (I, J), dtype, start)
+        device.matmul(out, a, b, **options)
+        return out
+
+    for (I, K, J), transposed in itertools.product(((512, 300, 700), (701, 300, 509)), (0, 1)):
+        a, b, start = array(I, K, transposed), array(K, J, transposed), normal(I, J)
+        bias, before, found = array(1, J)[0], array(I, J), []
+        for threads in (1, 2, 3, 5):
+            device.library.omp_set_num_threads(threads)
+            gelu = made(device, (I, J), real)
+            found.append([product(), product(bias=bias), product(np.float32, accumulate=True),
+                          product(bias=bias, gelu=gelu), gelu, product(dgelu_at=before)])
+        device.library.omp_set_num_threads(1)
+        truth = np.float64(to_float(a)) @ np.float64(to_float(b))
+        biased = truth + to_float(bias)
+        wishes = (truth, biased, start + truth, biased, test_gpt2.gelu(biased),
+                  test_gpt2.dgelu(truth, np.float64(to_float(before))))
+        names = "plain", "bias", "accumulate", "before gelu", "gelu", "dgelu_at"
+        for name, wish, *arrays in zip(names, wishes, *found):
+            name = f"{I}x{K}x{J} {transposed}, {name}"
+            yield name, arrays[0], wish, limit
+            error = np.abs(to_float(arrays[0]) - wish).max() / np.abs(wish).max()
+            check(f"{name}: each number", error <= limit, error)
+            for more in arrays[1:]:
+                yield f"{name}, with threads", more, arrays[0], EXACT
+
+
+def test_products_at_once():
+    """Products of several Python threads take turns, and they, and one that fails, leave NumPy's
+    BLAS its threads."""
+    device, x = Cpu("fp32", Config(C=64, NH=2)), np.ones((16, 16), np.float32)
+    now, seen = [4], []
+
+    def multiply(*_):
+        seen.append(now[-1])
+        time.sleep(0.005)  # so that the other Python threads go on
+        seen.append(now[-1])
+        if len(seen) == 8:
+            raise ValueError("the fourth one")
+
+    device.blas = 0, lambda: now[-1], now.append
+    device.library = SimpleNamespace(multiply=multiply)
+    with ThreadPoolExecutor(4) as pool:
+        products = [pool.submit(device.matmul, np.empty_like(x), x, x) for _ in range(4)]
+    check("one failed", sum(each.exception() is not None for each in products) == 1)
+    check("all had one thread, in turn", seen == [1] * 8 and now == [4] + [1, 4] * 4, (seen, now))
+    with pytest.raises(AssertionError, match="sizes differ"):
+        device.matmul(x, x[:, :8], x)
+    with pytest.raises(AssertionError, match="out's rows"):
+        device.matmul(x.T, x, x)
+
+
 # ---- What loops do not know
 
 
@@ -261,6 +339,12 @@ def test_emulates():
             device = stack(Cpu, mixins)("fp32", c)
         check(f"{environment}: emulated", device.emulated and not device.loops
               and "thread by thread for" in str(device), device)
+    for flags, known in (("-O1 -DNDEBUG", True), ("-O1 -D NDEBUG=1", True), ("-DHOPPER=1", False),
+                         ("-D RELU", False), ("-fsanitize=thread", False)):
+        with mock.patch.dict(os.environ, CXXFLAGS=flags), mock.patch.object(
+                Cpu, "compile"), mock.patch.object(Cpu, "emulate"):
+            device = Cpu("fp32", c)
+        check(f"{flags}: {'loops' if known else 'emulated'}", (not device.unknown) == known, device)
     found, batch = [], pack_batch(*words(257, 2, 2, 20))
     for name in ("cpu", "emulated"):
         model = poisoned_model(device_of(name, "fp32", 64, 2), 2, 20, moments="bf16")
@@ -279,3 +363,38 @@ def test_without_openblas():
         devices[1].blas = None
         for device in devices:
             run(f"{dtype} matmul", test_gpt2.matmul, device, 27, 96, 288)
+
+
+def test_edited_kernels(folder):
+    """A loop is not used for a kernel whose parameters somebody has edited."""
+    text, path = KERNELS.read_text("utf-8"), folder / "kernels.cu"
+    declared = "gelu_forward(Output out, const real* __restrict__ inp, int N, int OC)"
+    assert text.count(declared) == 1
+    edited = type("Edited", (Config,), dict(SOURCES=(path,)))(C=64, NH=2)
+    for before, after in ((", int OC)", ")"), ("int N, int OC", "int OC, int N"),
+                          ("int N", "float N"), ("int OC)", "int OC, int more)"),
+                          ("real* __restrict__ inp", "float* inp"), ("Output out", "Output to")):
+        path.write_text(text.replace(declared, declared.replace(before, after)), "utf-8")
+        with mock.patch("dev.cpu.device.KERNELS", path):
+            check_refusal(f"{before} {after}", r"gelu_forward: the kernel has real\* .*; its loop "
+                          r"has real\* out, real\* inp, int N, int OC: .*--device emulated", Cpu,
+                          "fp32", edited)
+
+
+def test_fast_math():
+    """judge sees a NaN and an infinity, whatever CXXFLAGS say."""
+    c = Config(C=64, NH=2)
+    with mock.patch.dict(os.environ, CXXFLAGS="-O1 -Ofast"), contextlib.redirect_stdout(None):
+        for device in Cpu("fp32", c), Emulated("fp32", c, only={"judge"}):
+            for loss, norm in ((1, 1), (np.nan, 1), (1, np.nan), (-np.inf, 1), (1, np.inf)):
+                verdict = np.float32([0, loss, 0, 0])
+                device.launch("judge", 1, verdict, np.float32([norm]))
+                wish = np.isfinite(loss) and np.isfinite(norm)
+                check(f"{type(device).__name__}: {loss}, {norm}", verdict[2] == wish, verdict)
+
+
+def test_no_memory():
+    """No memory for a product's buffer is the usual line."""
+    device = Cpu("bf16", Config(C=64, NH=2))
+    with mock.patch("numpy.empty", side_effect=MemoryError):
+        check_refusal("buffer", "no memory for 400 bytes more", device.buffer, "x", (10, 10))

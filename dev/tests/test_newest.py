@@ -31,7 +31,7 @@ def test_newest(folder):
     check("the newest", found(run) == "model_00000100.bin", found(run))
     checkpoint(run, 300, "model")  # a run that was killed before its state was written
     checkpoint(run, 200, "DONE")
-    for name in ("model_00000400.bin.77.tmp", "DONE_00000400.77.tmp", "ema_00000500.bin",
+    for name in ("model_00000400.bin.77ab.tmp", "DONE_00000400.77.tmp", "ema_00000500.bin",
                  "model_x.bin", "DONE_0000100"):
         (run / name).touch()
     check("newer ones are not complete", found(run) == "model_00000100.bin", found(run))

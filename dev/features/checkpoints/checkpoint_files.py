@@ -34,7 +34,8 @@ class CheckpointFiles:
         self.outlasting = re.compile("|".join(rf"{word}_\d{{8}}.*" for feature in features
                                               for word in feature.outlasts) or "(?!)")
         left = [feature.left for feature in features if feature.left]
-        self.left = re.compile("|".join([rf"({logs}.*|({words})_\d{{8}}.*)\.\d+\.tmp", *left]))
+        self.left = re.compile("|".join([rf"({logs}.*|({words})_\d{{8}}.*)\.[0-9a-f]+\.tmp",
+                                         *left]))
 
     def file(self, name, step, rank=0):
         return self.path / FILES[name].format(step, rank)
