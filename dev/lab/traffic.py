@@ -20,7 +20,7 @@ import numpy as np
 
 from dev.common.cache import read_cache, write_cache
 from dev.common.config import Config
-from dev.cpu import device as cpu_device, traffic
+from dev.cpu import emulated, traffic
 from dev.cpu.races import finds_races
 from dev.cpu.traffic import BANKS, LANES, SECTOR
 from dev.lab.bench import Bench
@@ -85,7 +85,7 @@ def traffic_of(what, sizes=None, dtype="fp32"):
     """The Traffic (see dev/cpu/traffic.py) of one run of a Submission, or of a version of the lab,
     such as ("softmax_forward", 3). sizes: {name: number}, else those of sizes_of. Raises
     UserError."""
-    compiler = cpu_device.compiler_of()
+    compiler = emulated.compiler_of()
     if not (compiler and shutil.which(compiler) and finds_races(compiler)):
         raise UserError("traffic is counted with g++ 11 or later, and there is none")
     students, own = (), isinstance(what, Submission)
@@ -133,7 +133,7 @@ def figures_of_version(name, number, sizes, dtype):
     """The same of a version of the lab. They are cached, since the compiler takes seconds. None if
     it does not do these sizes."""
     ladder = find_ladder(name)
-    headers = [*cpu_device.HEADERS,
+    headers = [*emulated.HEADERS,
                *(Path(module.__file__) for module in (traffic, sys.modules[__name__]))]
     text = b"\0".join(path.read_bytes() for path in [
         *Config.SOURCES, *sources_of([name]), LAB / f"kernels/{name}.py", *headers])
