@@ -152,14 +152,17 @@ def test_plain_program(folder):
 
 
 def test_excerpts():
-    """The README's lines of Python stand in the trainer, word for word and in this order."""
-    readme, code = ((TOP / name).read_text(encoding="utf-8") for name in ("README.md", TRAINER))
-    blocks = [block.splitlines() for block in re.findall(r"```python\n(.*?)```", readme, re.S)]
-    check("excerpts", len(blocks) == 2 and all(len(block) > 5 for block in blocks), blocks)
-    lines = [line.strip() for line in code.splitlines()]
-    for block in blocks:
-        start = lines.index(block[0]) if block[0] in lines else 0
-        check(f"{block[0][:30]} ...", lines[start : start + len(block)] == block, block)
+    """The README's lines of code stand in the trainer or in the loops, word for word, in order."""
+    readme = (TOP / "README.md").read_text(encoding="utf-8")
+    for language, path, count in (("python", TRAINER, 2), ("cpp", "dev/cpu/kernels.cpp", 1)):
+        blocks = re.findall(rf"```{language}\n(.*?)```", readme, re.S)
+        check(f"{language}: excerpts", len(blocks) == count, blocks)
+        lines = [line.strip() for line in (TOP / path).read_text(encoding="utf-8").splitlines()]
+        for block in blocks:
+            for part in block.strip().split("\n\n") if language == "cpp" else [block]:
+                part = [line.strip() for line in part.splitlines()]
+                start = lines.index(part[0]) if part[0] in lines else 0
+                check(f"{part[0][:30]} ...", lines[start : start + len(part)] == part, part)
 
 
 def test_names_of_helpers():
