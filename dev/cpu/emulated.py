@@ -15,8 +15,7 @@ import numpy as np  # after prepro_tinyshakespeare, which has said how its threa
 from dev.common.cuda_source import check_arrays, checked_kernels
 from dev.common.student_text import for_cpu
 from dev.cpu import races
-from dev.cpu.host import (FLAGS, Host, compiled, compiler_of, flags_asked_for,  # noqa: F401
-                          found_compiler, loaded)
+from dev.cpu.host import FLAGS, Host, compiled, flags_asked_for, found_compiler, loaded
 from dev.cpu.places import with_calls
 from train_gpt2 import SIZES, FastCuda, aligned_bytes
 

@@ -48,6 +48,17 @@ def input_files(inputs):
     return files
 
 
+def read_utf8(called, path):
+    """The text of a file, all of it. called: the flag and what it was given. Raises UserError."""
+    try:
+        return Path(path).read_bytes().decode()
+    except OSError as e:
+        raise UserError(f"{called}: could not be read ({e.strerror}); expected a text "
+                        "file") from None
+    except UnicodeDecodeError as e:
+        raise UserError(f"{called}: byte {e.start} is not UTF-8; expected UTF-8 text") from None
+
+
 def read_text(path):
     """The text of a file. Raises UserError."""
     try:

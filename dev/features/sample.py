@@ -17,11 +17,10 @@ import codecs
 import itertools
 import secrets
 import sys
-from pathlib import Path
 
 import numpy as np
 
-from dev.data.documents import cleaned
+from dev.data.documents import cleaned, read_utf8
 from dev.features.declare import Feature, Flag
 from prepro_tinyshakespeare import UserError
 from train_gpt2 import coins, draw_token
@@ -149,14 +148,7 @@ def read_prompt(flag, text):
     byte order mark is no part of it, and Windows' line ends become newlines. Raises UserError."""
     if not text.startswith("FILE:"):
         return text
-    try:
-        return cleaned(Path(text.removeprefix("FILE:")).read_bytes().decode())
-    except OSError as e:
-        raise UserError(f"{flag} {text}: could not be read ({e.strerror}); expected a text "
-                        "file") from None
-    except UnicodeDecodeError as e:
-        raise UserError(f"{flag} {text}: byte {e.start} is not UTF-8; expected UTF-8 "
-                        "text") from None
+    return cleaned(read_utf8(f"{flag} {text}", text.removeprefix("FILE:")))
 
 
 class Sampling:

@@ -25,7 +25,7 @@ import textwrap
 from pathlib import Path
 
 from dev.cpu import races
-from dev.cpu.emulated import compiler_of
+from dev.cpu.host import compiler_of
 from dev.common.gpus import capability, has_gpu
 from dev.lab import timing
 from dev.lab.ladder import DTYPES, KERNELS, LAB, asked_sizes, find_ladder, kernel_names

@@ -33,7 +33,8 @@ import numpy as np
 from dev.common.cache import read_cache, write_cache
 from dev.common.nvrtc import has_nvrtc
 from dev.cpu import races
-from dev.cpu.emulated import Emulated, compiler_of
+from dev.cpu.emulated import Emulated
+from dev.cpu.host import compiler_of
 from dev.lab import on_gpus
 from dev.lab.bench import GUARD, Bench
 from dev.lab.causes import describe_wrong, facts_of, wrong_number

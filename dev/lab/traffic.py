@@ -21,6 +21,7 @@ import numpy as np
 from dev.common.cache import read_cache, write_cache
 from dev.common.config import Config
 from dev.cpu import emulated, traffic
+from dev.cpu.host import compiler_of
 from dev.cpu.races import finds_races
 from dev.cpu.traffic import BANKS, LANES, SECTOR
 from dev.lab.bench import Bench
@@ -85,7 +86,7 @@ def traffic_of(what, sizes=None, dtype="fp32"):
     """The Traffic (see dev/cpu/traffic.py) of one run of a Submission, or of a version of the lab,
     such as ("softmax_forward", 3). sizes: {name: number}, else those of sizes_of. Raises
     UserError."""
-    compiler = emulated.compiler_of()
+    compiler = compiler_of()
     if not (compiler and shutil.which(compiler) and finds_races(compiler)):
         raise UserError("traffic is counted with g++ 11 or later, and there is none")
     students, own = (), isinstance(what, Submission)

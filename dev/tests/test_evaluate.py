@@ -170,7 +170,7 @@ def test_refused(folder):
     for flags, wish in (
             ((), "--input: expected a text file"),
             (("--input", folder / "none.txt"), "none.txt: could not be read"),
-            (("--input", folder / "latin.txt"), "latin.txt: byte 1 is no UTF-8"),
+            (("--input", folder / "latin.txt"), "latin.txt: byte 1 is not UTF-8"),
             (("--input", folder / "one.txt"), "has 1 tokens; expected 2 or more"),
             ((*text, "-t", 41), "-t 41: expected at most maxT = 40"),
             ((*text, "-t", 8, "--stride", 9), "--stride 9: expected at most T = 8"),

@@ -6,7 +6,8 @@ import os
 from unittest import mock
 
 from dev.cpu import races
-from dev.cpu.emulated import Emulated, compiler_of
+from dev.cpu.emulated import Emulated
+from dev.cpu.host import compiler_of
 from dev.features.devices import device_class
 from dev.features.fused_biases import SOURCE, SummedOutputs
 from dev.common.gpus import capability

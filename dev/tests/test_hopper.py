@@ -8,7 +8,8 @@ import pytest
 
 from dev.common.config import Config
 from dev.cpu import races
-from dev.cpu.emulated import Emulated, compiler_of
+from dev.cpu.emulated import Emulated
+from dev.cpu.host import compiler_of
 from dev.lab.bench import Bench
 from dev.lab.ladder import find_ladder, parse_sizes
 from dev.tests.checks import check, refusal

@@ -13,7 +13,8 @@ import pytest
 
 from dev.common.config import Config
 from dev.cpu import races
-from dev.cpu.emulated import Emulated, compiler_of
+from dev.cpu.emulated import Emulated
+from dev.cpu.host import compiler_of
 from dev.features.devices import make_device
 from dev.features.fp8.fp8 import SOURCE as FP8, with_fp8
 from dev.lab import grade, workers

@@ -20,12 +20,12 @@ Perplexities compare only models of the same vocabulary; bits per byte compare a
 in a text is that token.
 """
 import time
-from pathlib import Path
 
 import numpy as np
 
 from dev.common.config import check_tokens
 from dev.common.flags import parse_flags
+from dev.data.documents import read_utf8
 from dev.features.terminal import progress
 from dev.features.tokenizer import Tokenized
 from dev.tools.score import (FLAGS as SCORE_FLAGS, checkpoint_of, compute, device_of,
@@ -51,19 +51,6 @@ def tokens_of(path, c, text):
     words = Tokenized()
     words.name, words.from_file, words.config = path, True, c
     return np.array(words.encode(text), np.int32)
-
-
-def read_text(path):
-    """(the text of a file, its bytes). Raises UserError."""
-    try:
-        data = Path(path).read_bytes()
-        return data.decode(), len(data)
-    except OSError as e:
-        raise UserError(f"--input {path}: could not be read ({e.strerror}); expected a text "
-                        "file") from None
-    except UnicodeDecodeError as e:
-        raise UserError(f"--input {path}: byte {e.start} is no UTF-8; expected a text file in "
-                        "UTF-8") from None
 
 
 def windows(n, T, stride):
@@ -114,7 +101,8 @@ def main(arguments=None):
     if stride > T:
         raise UserError(f"--stride {stride}: expected at most T = {T} (-t): tokens between two "
                         "windows would be left out")
-    text, size = read_text(flags.input)
+    text = read_utf8(f"--input {flags.input}", flags.input)
+    size = len(text.encode())
     tokens = tokens_of(flags.model, c, text)
     if len(tokens) < 2:
         raise UserError(f"--input {flags.input}: has {len(tokens)} tokens; expected 2 or more, "

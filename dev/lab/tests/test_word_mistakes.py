@@ -9,7 +9,8 @@ from unittest import mock
 import numpy as np
 
 from dev.cpu import races
-from dev.cpu.emulated import Emulated, compiler_of
+from dev.cpu.emulated import Emulated
+from dev.cpu.host import compiler_of
 from dev.lab.explain import compiler_lines, printed_lines, unbalanced, warning_lines
 from dev.lab.submission import Submission
 from dev.lab.tests.student import said
