@@ -163,6 +163,8 @@ class Cpu(Host):
         product = out if out.dtype == np.float32 else self.buffer("product", out.shape)
         is_real = out.dtype == self.real  # else the gradient of a parameter: nothing follows
         result = out if is_real and (product is not out or gelu is not None) else None
+        a_columns, a_stride = stride_of(a)  # whether it is stored by columns
+        b_columns, b_stride = stride_of(b)
         sgemm, threads_of, set_threads = self.blas
         # A BLAS has one number of threads for the whole process, in which NumPy's own products, as
         # of an emulated device, want all of them again. So Python threads take turns.
@@ -171,8 +173,9 @@ class Cpu(Host):
             set_threads(1)
             try:
                 self.library.multiply(
-                    sgemm, address(product), address(a), address(b), *out.shape, a.shape[1],
-                    *stride_of(a), *stride_of(b), accumulate,
+                    sgemm, address(product), address(a.T if a_columns else a),
+                    address(b.T if b_columns else b), *out.shape, a.shape[1], a_columns, a_stride,
+                    b_columns, b_stride, accumulate,
                     *map(address, (bias, dgelu_at, result, gelu)))
             finally:
                 set_threads(threads)
@@ -204,7 +207,12 @@ one_product = threading.Lock()  # in which the BLAS has one thread
 
 def address(array):
     """Where an array begins; 0 for None."""
-    return 0 if array is None else array.__array_interface__["data"][0]
+    if array is None:
+        return 0
+    try:  # in a fifth of the time, and a step asks 600 times
+        return ctypes.addressof(ctypes.c_char.from_buffer(array))
+    except (TypeError, ValueError):  # it has gaps, or no numbers, or cannot be written
+        return array.__array_interface__["data"][0]
 
 
 @functools.cache

@@ -250,12 +250,12 @@ void add_partials(float* out1, float* out2, const float* partials, int blocks, i
 // queries at a time, so that their scores (BLOCK,T) stay in a core's cache.
 constexpr long BLOCK = 32;
 
-// A product computes a tile of ROWS x COLUMNS numbers at a time, which fits into vector registers.
-constexpr long ROWS = 4;
+// A product computes a tile of ROWS x COLUMNS numbers at a time, which fits into vector registers:
+// 16 of AVX-512's 32, or 8 of AVX's 16.
 #ifdef __AVX512F__
-constexpr long COLUMNS = 32;
+constexpr long ROWS = 8, COLUMNS = 32;
 #else
-constexpr long COLUMNS = 16;
+constexpr long ROWS = 4, COLUMNS = 16;
 #endif
 
 // A matrix in fp32, with zeros at its right and below it: to whole tiles, and to whole blocks.
