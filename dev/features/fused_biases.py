@@ -140,6 +140,7 @@ class FusedBiases:
 
 # FP8 brings an Output of its own, with sums of columns too
 FEATURE = Feature(
-    "fused biases", lambda flags, ranks: is_fast(flags) or flags.dtype == "fp8", FusedBiases,
+    "fused biases", lambda flags, ranks: (is_fast(flags) or flags.dtype == "fp8")
+    and not flags.dropout, FusedBiases,
     device=lambda flags: None if flags.dtype == "fp8" else SummedOutputs, only="GPT2",
     sources=(SOURCE,), chapter="fused biases")

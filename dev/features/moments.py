@@ -75,6 +75,6 @@ FEATURE = Feature(
         Flag(None, "--moments", ("fp32", "bf16"), "fp32", "bf16 halves the memory of AdamW's "
              "moments, with stochastic rounding", "less memory"),
         Flag(None, "--seed", "count or 0", 42, "of the initial parameters, of --moments bf16's "
-             "rounding, and of --sample (whose default is a random one)",
-             may_differ=lambda flags: flags.moments != "bf16")),
+             "rounding, of --dropout, and of --sample (whose default is a random one)",
+             may_differ=lambda flags: flags.moments != "bf16" and not flags.dropout)),
     pairs=(Pair("zero", ShardedMoments),))

@@ -112,9 +112,13 @@ class Counted:
 
     def set_adamw(self, seed=None, **settings):
         super().set_adamw(**settings)
+        self.count_step(self.step, seed)
+
+    def count_step(self, step, seed=None):
+        """Set the step that the kernels know."""
         seed = self.flags.seed if seed is None else seed
         # fp32 has all whole numbers below 2**24
-        self.device.put(self.adam.counter, [seed % 2**24, self.step])
+        self.device.put(self.adam.counter, [seed % 2**24, step])
 
 
 class Training(train_gpt2.Training):

@@ -353,6 +353,12 @@ class Llama3(GPT2):
         self.hidden_forward(p, a)  # (N,C) -> (N,H)
         matmul(branch, a.fch_swiglu, p.fcprojw.T)  # (N,H) @ (H,C) -> (N,C)
 
+    def linear_backward(self, dinp, dweight, dout, inp, weight):
+        """As GPT2.linear_backward, without a bias: dweight (OC,C) = dout.T @ inp, and dinp (N,C) =
+        dout (N,OC) @ weight. dinp may be inp's memory."""
+        self.device.matmul(dweight, dout.T, inp, accumulate=self.micro > 0)
+        self.device.matmul(dinp, dout, weight)
+
     def hidden_forward(self, p, a):
         """The MLP's hidden channels, up * silu(gate)."""
         N, H = a.fch_swiglu.shape
@@ -362,25 +368,21 @@ class Llama3(GPT2):
     def layer_backward(self, l):
         """layer_forward(l) from its last line to its first: see GPT2.layer_backward."""
         p, g, a = self.layers[l]
-        d, matmul, adds = self.back, self.device.matmul, self.micro > 0
+        d = self.back
         N, H = a.fch_swiglu.shape
         dx = d.dresidual
         dln2 = datty = dln1 = d.dinp  # one buffer in turn
-        matmul(g.fcprojw, dx.T, a.fch_swiglu, accumulate=adds)  # (C,N) @ (N,H) -> (C,H)
-        dswiglu = a.fch_swiglu  # whose memory is free now
-        matmul(dswiglu, dx, p.fcprojw)  # (N,C) @ (C,H) -> (N,H)
+        dswiglu = a.fch_swiglu  # read before it is written
+        self.linear_backward(dswiglu, g.fcprojw, dx, a.fch_swiglu, p.fcprojw)  # (N,C) -> (N,H)
         dfch = a.fch  # becomes its own gradient: (N,H) -> (N,2H)
         self.device.launch("swiglu_backward", N * H, dfch, dswiglu, a.fch, N, H)
-        matmul(g.fcw, dfch.T, a.ln2, accumulate=adds)  # (2H,N) @ (N,C) -> (2H,C)
-        matmul(dln2, dfch, p.fcw)  # (N,2H) @ (2H,C) -> (N,C)
+        self.linear_backward(dln2, g.fcw, dfch, a.ln2, p.fcw)  # (N,2H) -> (N,C)
         self.norm_backward(dx, g.ln2w, dln2, a.ln2_inp, p.ln2w, a.ln2_rstd)
 
-        matmul(g.attprojw, dx.T, a.atty, accumulate=adds)  # (C,N) @ (N,C) -> (C,C)
-        matmul(datty, dx, p.attprojw)  # (N,C) @ (C,C) -> (N,C)
+        self.linear_backward(datty, g.attprojw, dx, a.atty, p.attprojw)  # (N,C) -> (N,C)
         self.attention_backward(d.dqkv, datty, a.atty, a.lse, a.qkv)  # (N,C) -> (N,QKV)
         self.rope("rope_backward", d.dqkv)  # of queries and keys, in place
-        matmul(g.qkvw, d.dqkv.T, a.ln1, accumulate=adds)  # (QKV,N) @ (N,C) -> (QKV,C)
-        matmul(dln1, d.dqkv, p.qkvw)  # (N,QKV) @ (QKV,C) -> (N,C)
+        self.linear_backward(dln1, g.qkvw, d.dqkv, a.ln1, p.qkvw)  # (N,QKV) -> (N,C)
         self.norm_backward(dx, g.ln1w, dln1, a.ln1_inp, p.ln1w, a.ln1_rstd)
 
     def norm_forward(self, out, rstd, copy, branch, weight):

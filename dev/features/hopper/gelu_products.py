@@ -83,7 +83,7 @@ class SummedProducts:
     """A model on such a device: the product that computed dfch has summed it for its bias."""
 
     def layer_backward(self, l):
-        self.device.sums = self.back.sums
+        self.device.sums = getattr(self.back, "sums", None)  # not there with --dropout
         super().layer_backward(l)
 
     def bias_backward(self, dbias, dout):

@@ -1,0 +1,144 @@
+"""--dropout P: in training, set a share P of the numbers that enter the residual stream to zero, at
+random, and divide the others by 1 - P, so that the mean stays (Srivastava et al. 2014; "inverted").
+As in GPT-2 that is the sum of the embeddings, the output of attention and that of the MLP, each
+behind its last product; Llama 3 gets it in the same places. GPT-2 also drops weights of attention.
+Those exist only inside attention's kernels, which this leaves alone.
+
+Validations, samples and HellaSwag drop nothing.
+
+No mask is stored. Whether a number is dropped is a hash of the seed, the step, the place in the
+model, and the number's index in the step's tokens: see dropout.cu. The backward pass, and
+--recompute, hash the same again. So a resumed run drops the same numbers, and N ranks drop what one
+process drops with N times as many micro-batches.
+
+A branch is dropped in place, before the norm's kernel adds it to the stream. On the way back the
+gradient of the stream goes on unchanged, and a product with a branch's weights reads a dropped copy
+of it, back.dbranch. On a GPU that takes 4 more launches per layer and 8 passes over (N,C) numbers;
+and the biases' gradients need passes of their own, since fused_biases.py sums what is not dropped.
+"""
+from pathlib import Path
+
+from dev.features.declare import Feature, Flag, Pair
+from dev.features.devices import address_of
+from dev.features.seams import Counted
+from train_gpt2 import PARTIAL_ROWS, Row
+
+import numpy as np
+
+SOURCE = Path(__file__).resolve().with_suffix(".cu")
+
+
+class Dropped(Counted):
+    """A model that drops numbers in its training passes. Its sites are 0, the embeddings; 2l + 1,
+    the output of attention in layer l; 2l + 2, that of its MLP."""
+    dropping = True  # False in forward() and next_logits()
+
+    @classmethod
+    def tables(cls, c, device, B, T):
+        tables = super().tables(c, device, B, T)
+        # In FP8, layernorm_backward leaves three sums of each block, which is fused_biases.py's
+        # concern if it is there.
+        backward = [row._replace(shape=(3, PARTIAL_ROWS, c.C)) if row.name == "partials" else row
+                    for row in tables["backward"]]
+        return tables | {"backward": [*backward, Row("dbranch", (B * T, c.C), device.real)],
+                         "update": [*tables["update"], Row("part", (1,), np.uint64)]}
+
+    def __init__(self, *args, **keywords):
+        super().__init__(*args, **keywords)
+        p, g = self.params, self.grads
+        sites = [(p.lnfw, 2 * self.config.L)]
+        for l in range(self.config.L):
+            # The norm that adds a branch, and the weight whose product made the branch, tell which.
+            sites += [(p.ln1w[l], 2 * l), (p.ln2w[l], 2 * l + 1), (g.attprojw[l], 2 * l + 1),
+                      (g.fcprojw[l], 2 * l + 2)]
+        self.sites = {address_of(array): site for array, site in sites}
+
+    def set_batch(self, batch):
+        """Also say which part of the step's tokens it is: micro-batches of one process are in the
+        order in which N ranks take them."""
+        super().set_batch(batch)
+        self.device.put(self.adam.part, [self.micro * self.count + self.rank])
+
+    def drop(self, kernel, out, inp, site):
+        """out = inp with the numbers of this site dropped; out may be inp."""
+        P = self.flags.dropout
+        self.device.launch(kernel, out.size, out, inp, self.adam.counter, self.adam.part, site,
+                           round(P * 2**32), 1 / (1 - P), out.size)
+
+    def site_of(self, arrays):
+        return next(self.sites[address_of(x)] for x in arrays
+                    if x is not None and address_of(x) in self.sites)
+
+    def drop_branch(self, arrays):
+        """Drop acts.branch if it is among the arguments of a norm, which adds it to the stream."""
+        branch = self.acts.branch
+        if self.dropping and any(x is branch for x in arrays):
+            self.drop("drop", branch, branch, self.site_of(arrays))
+
+    def norm_forward(self, *arrays):
+        self.drop_branch(arrays)
+        super().norm_forward(*arrays)
+
+    def linear_backward(self, *arrays, **more):
+        """As the model's; a product that made a branch gets the branch's gradient in place of the
+        stream's."""
+        dx, dbranch = self.back.dresidual, self.back.dbranch
+        if self.dropping and any(x is dx for x in arrays):
+            self.drop("drop", dbranch, dx, self.site_of(arrays))
+            arrays = [dbranch if x is dx else x for x in arrays]
+        super().linear_backward(*arrays, **more)
+
+    def embedding_forward(self):
+        super().embedding_forward()
+        if self.dropping:
+            # With --recompute 2 residual has several tensors, and the stream begins in the first.
+            x = self.acts.residual.reshape(-1)[: self.acts.branch.size]
+            self.drop("drop_stream", x, x, 0)
+
+    def embedding_backward(self):
+        if self.dropping:
+            dx = self.back.dresidual
+            self.drop("drop", dx, dx, 0)
+        super().embedding_backward()
+
+    def forward(self, tokens, targets):
+        self.dropping = False
+        try:
+            return super().forward(tokens, targets)
+        finally:
+            self.dropping = True
+
+    def next_logits(self, tokens):
+        self.dropping = False
+        try:
+            return super().next_logits(tokens)
+        finally:
+            self.dropping = True
+
+
+class DroppedAgain:
+    """With --recompute 2, whose norms read the stream from one tensor and write it to another."""
+
+    def norm_into(self, *arrays):
+        self.drop_branch(arrays)
+        super().norm_into(*arrays)
+
+
+class DroppedTraining:
+    """A run of such a model. A step that is looked at again drops what it dropped before."""
+
+    def give_up(self, queued, verdict):
+        self.model.count_step(queued.number)
+        super().give_up(queued, verdict)
+
+    def set_state(self, model, notes):
+        super().set_state(model, notes)
+        model.count_step(notes.get("step", 0) + 1)  # for --replay
+
+
+FEATURE = Feature(
+    "dropout", lambda flags, ranks: flags.dropout, Dropped, DroppedTraining, sources=(SOURCE,),
+    flags=(
+        Flag(None, "--dropout", "share", 0.0, "P: in training, drop a share P of the embeddings "
+             "and of each layer's two outputs; attention's weights stay", "the update"),),
+    pairs=(Pair("recompute 2", DroppedAgain),))

@@ -1,0 +1,280 @@
+"""Test --dropout: its bits against SplitMix64 in Python's integers, its gradients against PyTorch's
+with the same masks, and runs that stop and resume."""
+import functools
+
+import numpy as np
+import pytest
+
+from dev.common.bf16 import to_bf16
+from dev.common.config import Config, draw_parameters
+from dev.common.flags import parse_flags
+from dev.cpu.emulated import Emulated
+from dev.features import order
+from dev.features.devices import make_device
+from dev.features.dropout import SOURCE
+from dev.features.ranks.ranks import Ranks
+from dev.features.recompute import LLAMA_SOURCE, SOURCE as RECOMPUTE
+from dev.features.seams import GPT2, Training
+from dev.llama3.train_llama3 import Config3, Llama3
+from dev.tests.checks import EXACT, FIXTURES, TINY, check, normal, words
+from dev.tests.models import gradients, in_each_order, model_class, on_device
+from dev.tests.trainings import LLAMA, TRAINER, call, check_resumed, place_of, token_files
+from train_gpt2 import to_float
+
+B, T = 3, 5
+C = 64
+L = 2
+CONFIGS = {GPT2: Config(maxT=7, V=259, L=L, NH=2, C=C, Vp=320),
+           Llama3: Config3(maxT=7, V=259, L=L, NH=2, C=C, NKV=1)}
+
+
+def splitmix(seed, i):
+    """The i-th number of SplitMix64 from a seed, by Vigna's splitmix64.c, in Python's integers."""
+    bits = 2**64 - 1
+    x = (seed + (i + 1) * 0x9E3779B97F4A7C15) & bits
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & bits
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & bits
+    return x ^ (x >> 31)
+
+
+def mask(seed, step, site, first, n, P):
+    """What n numbers of a site are multiplied by, from the index `first` of a step's numbers on:
+    0, or 1 / (1 - P). float64."""
+    key = splitmix(seed, step * 65536 + site)
+    found = []
+    for i in range(first, first + n):
+        bits = splitmix(key, i // 2) >> (32 * (i % 2)) & 0xFFFFFFFF
+        found.append(0.0 if bits < round(P * 2**32) else 1 / (1 - P))
+    return np.array(found)
+
+
+@functools.cache
+def device_for(name, dtype, Model=GPT2):
+    if name == "emulated":  # only what is tested in it compiles fast
+        return Emulated(dtype, CONFIGS[Model], [SOURCE], only=("drop", "drop_stream"))
+    beside = [SOURCE, RECOMPUTE, *[LLAMA_SOURCE] * (Model is Llama3)]
+    return make_device(name, dtype, CONFIGS[Model], beside=beside)
+
+
+def dropped_model(device_name, Model=GPT2, P=0.25, rank=0, count=1, flags=()):
+    """A model with --dropout, in step 3 of a run with seed 7."""
+    device = device_for(place_of(device_name), "fp32", Model)
+    given = "--dropout", f"{P}", "--seed", "7", *flags
+    if count > 1:
+        ranks = Ranks.__new__(Ranks)
+        ranks.rank, ranks.count = rank, count
+        kind = order.attach(parse_flags("", order.FLAGS, given), Training, Model, ranks)[1]
+    else:
+        kind = model_class(Model, *given)
+    model = kind(CONFIGS[Model], device, B, T)
+    model.set_parameters((name, 4 * values if values.ndim > 2 else values)
+                         for name, values in draw_parameters(CONFIGS[Model], 1))
+    model.count_step(3)
+    return model
+
+
+def batches(count):
+    return [(words(259, B, T), words(259, B, T)) for _ in range(count)]
+
+
+def test_splitmix():
+    """The first numbers of the seed 1234567, as published with the Rosetta Code task."""
+    found = [splitmix(1234567, i) for i in range(3)]
+    check("splitmix64", found == [6457827717110365317, 3203168211198807973, 9817491932198370423],
+          found)
+
+
+def test_kernels(device_name):
+    """Both kernels and their loops, for numbers that are multiples of 32: the same numbers are
+    dropped as in whole numbers, in place or not."""
+    def work(device, kernel, inp, inside, *args):
+        inp = on_device(device, inp)
+        out = inp if inside else on_device(device, np.full_like(device.get(inp), 255))
+        device.launch(kernel, inp.size, out, inp, *args, inp.size)
+        return device.get(out)
+
+    devices = [device_for(device_name, "bf16"),
+               *(device_for("cpu", dtype) for dtype in ("fp32", "bf16"))]
+    for device in devices:
+        for n, P, seed, step, part, site in ((32, 0.5, 0, 1, 0, 0), (96, 0.1, 42, 9, 3, 5),
+                                             (3200, 0.9, 2**24 - 1, 2**24 - 1, 70000, 65535)):
+            counter = on_device(device, np.float32([seed, step]))
+            parts = on_device(device, np.uint64([part]))
+            times = mask(seed, step, site, part * n, n, P)
+            for kernel in ("drop", "drop_stream"):
+                x = np.float32(normal(n))
+                if kernel == "drop" and device.real != np.float32:
+                    x = to_bf16(x)
+                for inside in (True, False):
+                    args = counter, parts, site, round(P * 2**32), 1 / (1 - P)
+                    for way, found in in_each_order(device, work, device, kernel, x, inside, *args):
+                        name = f"{device.name} {device.dtype} {kernel} n={n} {way} {inside}"
+                        yield name, found, times * to_float(x), 3e-3 if x.itemsize == 2 else 1e-7
+                        check(f"{name}: the same zeros",
+                              np.array_equal(to_float(found) == 0, times == 0))
+
+
+def test_share_of_zeros():
+    """As many numbers are dropped as P says, within 5 standard deviations; and independently of
+    those beside them, of another site, step and micro-batch."""
+    device, n = device_for("cpu", "fp32"), 2**18
+    ones = np.ones(n, np.float32)
+
+    def dropped(P, seed=1, step=1, part=0, site=0):
+        out = np.empty_like(ones)
+        device.launch("drop", n, out, ones, np.float32([seed, step]), np.uint64([part]), site,
+                      round(P * 2**32), 1 / (1 - P), n)
+        return (out == 0).astype(np.float64)
+
+    for P in (0.01, 0.1, 0.5, 0.99):
+        z = (dropped(P).mean() - P) / np.sqrt(P * (1 - P) / n)
+        check(f"P={P}", abs(z) < 5, f"{z:.1f} standard deviations")
+    first = dropped(0.3)
+    others = dict(neighbours=np.roll(first, 1), channels=np.roll(first, C),
+                  steps=dropped(0.3, step=2), parts=dropped(0.3, part=1),
+                  sites=dropped(0.3, site=1), seeds=dropped(0.3, seed=2))
+    for name, other in others.items():
+        z = np.corrcoef(first, other)[0, 1] * np.sqrt(n)
+        check(f"independent: {name}", abs(z) < 5, f"{z:.1f} standard deviations")
+
+
+def loss_in_torch(torch, c, p, tokens, targets, times):
+    """GPT-2's mean loss in float64, with times[site] (N,C) where dropout is."""
+    F = torch.nn.functional
+    N, C = times[0].shape
+    x = ((p["wte"][tokens] + p["wpe"][:T]).reshape(N, C)) * times[0]
+    for l in range(c.L):
+        ln1 = F.layer_norm(x, (C,), p["ln1w"][l], p["ln1b"][l])
+        qkv = F.linear(ln1, p["qkvw"][l], p["qkvb"][l])
+        q, k, v = qkv.reshape(B, T, 3, c.NH, -1).permute(2, 0, 3, 1, 4)
+        atty = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        atty = atty.transpose(1, 2).reshape(N, C)
+        x = x + F.linear(atty, p["attprojw"][l], p["attprojb"][l]) * times[2 * l + 1]
+        ln2 = F.layer_norm(x, (C,), p["ln2w"][l], p["ln2b"][l])
+        fch = F.gelu(F.linear(ln2, p["fcw"][l], p["fcb"][l]), approximate="tanh")
+        x = x + F.linear(fch, p["fcprojw"][l], p["fcprojb"][l]) * times[2 * l + 2]
+    lnf = F.layer_norm(x, (C,), p["lnfw"], p["lnfb"])
+    return F.cross_entropy(lnf @ p["wte"][: c.V].T, targets.reshape(-1))
+
+
+def test_gradients(device_name):
+    """The loss and all gradients of two micro-batches are PyTorch's with the same masks, and
+    --recompute gives the same bits. A validation between them drops nothing."""
+    import torch
+    model, c, P = dropped_model(device_name), CONFIGS[GPT2], 0.25
+    p = {name: torch.tensor(model.device.get(getattr(model.params, name)).astype(np.float64),
+                            requires_grad=True) for name in vars(model.params)}
+    given, N, mean = batches(2), B * T, 0
+    for micro, (tokens, targets) in enumerate(given):
+        times = [torch.tensor(mask(7, 3, site, micro * N * C, N * C, P).reshape(N, C))
+                 for site in range(2 * L + 1)]
+        mean = mean + loss_in_torch(torch, c, p, torch.tensor(tokens.astype(np.int64)),
+                                    torch.tensor(targets.astype(np.int64)), times) / 2
+    mean.backward()
+    model.forward(*given[0])
+    model.micros = 2
+    found = gradients(model, *given)
+    yield "the loss", np.float32(model.verdict().loss), mean.item(), 1e-6
+    for name, value in found.items():
+        yield f"d{name}", value, p[name].grad.numpy(), 2e-5
+    model.micros = 1
+    for level in (1, 2):
+        again = dropped_model(device_name, flags=("--recompute", f"{level}"))
+        again.micros = 2
+        for name, value in gradients(again, *given).items():
+            yield f"--recompute {level}: d{name}", value, found[name], (
+                EXACT if device_name != "cuda" else 1e-5)
+    plain = model_class(GPT2)(c, model.device, B, T)
+    plain.set_parameters((name, model.device.get(getattr(model.params, name)))
+                         for name in vars(model.params))
+    yield "a validation", model.forward(*given[0]), plain.forward(*given[0]), EXACT
+    tokens = [3, 1, 4]
+    yield "a sample's logits", model.next_logits(tokens), plain.next_logits(tokens), EXACT
+
+
+def test_llama(device_name):
+    """Llama 3's gradient is the slope of its loss with the masks held; with --recompute it has the
+    same bits."""
+    model, c = dropped_model(device_name, Llama3), CONFIGS[Llama3]
+    given = batches(1)
+    found = gradients(model, *given)
+    size = np.sqrt(sum((value.astype(np.float64)**2).sum() for value in found.values()))
+    start = {name: model.device.get(getattr(model.params, name)).copy() for name in found}
+
+    def loss_at(sign):
+        model.set_parameters((name, np.float32(value + sign * 1e-3 * found[name] / size))
+                             for name, value in start.items())
+        gradients(model, *given)
+        return model.verdict().loss
+
+    yield "the gradient's norm", size, (loss_at(1) - loss_at(-1)) / 2e-3, 2e-3
+    for level in (1, 2):
+        again = dropped_model(device_name, Llama3, flags=("--recompute", f"{level}"))
+        for name, value in gradients(again, *given).items():
+            yield f"--recompute {level}: d{name}", value, found[name], (
+                EXACT if device_name != "cuda" else 1e-5)
+    check("sites", len({*model.sites.values()}) == 2 * c.L + 1, model.sites)
+
+
+def test_ranks_and_micro_batches(device_name):
+    """Two ranks with two micro-batches drop what one process drops in four."""
+    given = batches(4)
+    alone = dropped_model(device_name)
+    alone.micros = 4
+    expected, total = gradients(alone, *given), {}
+    for rank in range(2):
+        model = dropped_model(device_name, rank=rank, count=2)
+        model.micros = 4
+        for name, value in gradients(model, *given[rank::2]).items():
+            total[name] = total.get(name, 0) + value
+    for name, value in expected.items():
+        yield f"d{name}", total[name], value, 1e-6
+
+
+def check_runs(device_name, folder, name, program, model, *more):
+    """A stopped run that resumes, with --dropout from its folder, ends with the same bytes. Another
+    seed draws other masks."""
+    token_files(folder)
+
+    def train(*flags):
+        status, text, error = call("-e", model, *"-b 2 -t 32 -d 128 -v 3 -m 1 -s 0".split(),
+                                   "-i", folder / "part_train_*.bin", "-j",
+                                   folder / "part_val_0.bin", "--device", place_of(device_name),
+                                   *more, *flags, program=program)
+        if status:
+            raise AssertionError(error)
+        return text
+
+    whole, P = folder / name, ("--dropout", 0.5)
+    text = train("-x", 4, "-o", whole, "-n", 2, *P)
+    _, again = check_resumed(name, whole, lambda copy: train("-x", 4, "-o", copy, "-y", 1), 4)
+    check(f"{name}: no warning", "--dropout" not in again, again)
+    others = [train("-x", 1, *given) for given in ((), P, (*P, "--seed", 43))]
+    losses, values = ([next(line.split(" | lr")[0] for line in output.splitlines()
+                            if line.startswith(what)) for output in (text, *others)]
+                      for what in ("step    1/", "val loss"))
+    losses = [line.split()[4] for line in losses]
+    check(f"{name}: the first loss", losses[0] == losses[2] and len({*losses}) == 3, losses)
+    check(f"{name}: the same validation before it", len({*values}) == 1, values)
+    again = train("-o", whole, "-y", 1, "-x", 4, "--seed", 43)
+    check(f"{name}: another seed: a warning", "WARNING" in again and "--seed" in again, again)
+
+
+def test_runs(device_name, folder):
+    """GPT-2 with --recompute 2, and Llama."""
+    check_runs(device_name, folder, "GPT-2", TRAINER, TINY, "--recompute", 2)
+    check_runs(device_name, folder, "Llama", LLAMA, FIXTURES / "llama_gqa.bin")
+
+
+@pytest.mark.longest
+def test_runs_in_fp8(device_name, folder):
+    """The same in FP8, whose kernels take long to compile for a CPU."""
+    check_runs(device_name, folder, "FP8", TRAINER, TINY, "--dtype", "fp8")
+
+
+def test_refused():
+    """A share of 1 would leave nothing; with 0 the model is the plain one."""
+    status, _, error = call("--dropout", "1")
+    check("--dropout 1", status and "expected at least 0 and below 1" in error, error)
+    names = [kind.__name__ for kind in model_class(GPT2, "--dropout", "0").__mro__]
+    check("--dropout 0", "Dropped" not in names, names)
