@@ -22,8 +22,9 @@ def library(name):
     try:
         return importlib.import_module(name)
     except ImportError as e:
-        raise UserError(f"{name.split('.')[0]} is missing ({e}): pip install -r "
-                        "dev/requirements.txt") from None
+        package = name.split(".")[0]
+        raise UserError(f"{package} is missing ({e}): pip install {package}; or, with PyTorch and "
+                        "all else that dev/ uses, pip install -r dev/requirements.txt") from None
 
 
 def meaning(error):

@@ -37,10 +37,10 @@ def compiler():  # chosen as dev/cpu/host.py does
     name = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     if not name or not shutil.which(name):
         raise Wrong(f"CXX={name} is not there" if name else "neither g++ nor clang++ is there")
-    command = [name, "-std=c++17", "-fsyntax-only", "-DCHANNELS=64", "-DHS=64", "-include",
-               "dev/cpu/cuda.h", "-xc++", "kernels.cu"]
+    command = [name, "-std=c++17", "-fsyntax-only", "dev/cpu/kernels.cpp"]
     if subprocess.run(command, capture_output=True).returncode:
-        raise Wrong(f"{name} cannot compile kernels.cu", f"{GPP}, or set CXX to a newer compiler")
+        raise Wrong(f"{name} cannot compile {command[-1]}", f"{GPP}, or set CXX to a newer "
+                    "compiler")
     return name
 
 
