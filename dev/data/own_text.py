@@ -4,6 +4,7 @@ it is given flags.
     python prepro_tinyshakespeare.py --input book.txt               # GPT-2's tokens
     python prepro_tinyshakespeare.py --input texts --vocab 4096     # a folder, and 4,096 words
     python prepro_tinyshakespeare.py --vocab bytes                  # tinyshakespeare's bytes
+    python prepro_tinyshakespeare.py --input chats.jsonl --chat     # conversations: see chats.py
 
 writes data/NAME/NAME_{train,val}.bin, and, unless the words are GPT-2's, NAME_tokenizer.bin, which
 the trainer finds beside them: see dev/data/vocabulary.py. Each document becomes <|endoftext|> and
@@ -15,7 +16,8 @@ from pathlib import Path
 
 import prepro_tinyshakespeare as prepro
 from dev.common.flags import parse_flags
-from dev.data.documents import FLAGS as DOCUMENTS, documents_of, name_of, said
+from dev.data import chats
+from dev.data.documents import FLAGS as DOCUMENTS, documents_of, input_files, name_of, said
 from dev.data.vocabulary import (BYTES, MOST, read_vocabulary, tokenizer_path, vocabulary_bytes,
                                  vocabulary_of, write_vocabulary)
 from prepro_tinyshakespeare import UserError, both, val_count, write_parts
@@ -38,7 +40,18 @@ FLAGS = [
     (None, "--vocab", vocab, "gpt2", "the words: bytes, chars, gpt2, a number of words to learn "
      "from the text, or the NAME_tokenizer.bin of other tokens"),
     DOCUMENTS[-1],
+    *chats.FLAGS,
 ]
+
+
+def chat_files(flags):
+    """The files of --chat. Raises UserError."""
+    if not flags.input:
+        raise UserError("--chat: expected --input too, .jsonl files with a conversation a line")
+    if flags.documents:
+        raise UserError(f"--chat --documents {flags.documents}: a conversation is a line: expected "
+                        "no --documents")
+    return input_files(flags.input)
 
 
 def tokens_of(texts, vocabulary):
@@ -51,8 +64,16 @@ def tokens_of(texts, vocabulary):
 
 def write_set(pattern, tokens, vocabulary=None):
     """Write the two token files of a pattern, and the vocabulary beside them, if they do not have
-    GPT-2's. Tokens that another vocabulary had are removed before. Raises UserError."""
+    GPT-2's. Raises UserError."""
     val_count(tokens)  # before anything is written
+    begin_set(pattern, vocabulary)
+    write_parts(tokens, pattern)
+    chats.remove_masks(pattern)
+
+
+def begin_set(pattern, vocabulary):
+    """Write the vocabulary of the two token files of a pattern, or remove one if it is None. Tokens
+    that another vocabulary had are removed before. Raises UserError."""
     path = tokenizer_path(str(pattern).format("train"))
     content = vocabulary_bytes(vocabulary) if vocabulary else None
     old = [Path(name) for name in both(pattern) if os.path.exists(name)]
@@ -62,7 +83,6 @@ def write_set(pattern, tokens, vocabulary=None):
         if vocabulary:
             print(f"writing {len(vocabulary.words):,} words to {path}")
             write_vocabulary(path, vocabulary)  # before tokens, which are GPT-2's without it
-    write_parts(tokens, pattern)
 
 
 def main(arguments=None):
@@ -74,6 +94,12 @@ def main(arguments=None):
     if not flags.input and not own and not flags.documents:
         flags.documents = "blank-lines"  # as in llm.c's files
     given = read_vocabulary(flags.vocab) if flags.vocab.endswith(".bin") else None
+    if flags.chat:
+        conversations = chats.read_conversations(chat_files(flags))
+        vocabulary = given or vocabulary_of(flags.vocab, chats.texts_of(conversations))
+        begin_set(pattern, vocabulary if own else None)
+        return chats.prepare(conversations, chats.template_of_vocabulary(vocabulary), flags,
+                             pattern)
     texts, units = documents_of(flags)
     vocabulary = given or vocabulary_of(flags.vocab, texts)
     tokens = tokens_of(texts, vocabulary)

@@ -80,10 +80,14 @@ class Vocabulary:
     def encode_array(self, text):
         """The ids of a text, uint16. <|endoftext|> in it is one token. Raises UserError at a
         character that the vocabulary lacks."""
-        encode, parts = getattr(self, f"encode_{self.kind}"), []
+        parts = []
         for document in whole(text).split(END_OF_TEXT):
-            parts += [np.array([self.eot], "<u2"), encode(document)]
+            parts += [np.array([self.eot], "<u2"), self.encode_ordinary(document)]
         return np.concatenate(parts[1:])
+
+    def encode_ordinary(self, text):
+        """The same; <|endoftext|> in the text is as ordinary as the rest."""
+        return getattr(self, f"encode_{self.kind}")(whole(text))
 
     def encode(self, text):
         """The same as a list."""

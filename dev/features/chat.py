@@ -4,12 +4,19 @@ Every prompt stands on its own: the model does not see those before it. Answer n
 from 0, has the seed --seed + i, so that --sample with that seed repeats it. An empty line is
 skipped. A line that cannot be a prompt is reported on stderr, and the exit status is then 1. In a
 terminal, Ctrl-C ends an answer, and Ctrl-D the program.
+
+--answer: the text of --sample, and each line of --chat, is what a user says: it is put into the
+template of dev/data/chats.py that the model was fine-tuned with, and an answer ends where the
+template says.
 """
+import functools
 import sys
 
+from dev.data import chats
 from dev.data.documents import cleaned
 from dev.features.declare import Feature, Flag
 from dev.features.sample import GROUP
+from dev.features.tokenizer import encoding_of_model
 from prepro_tinyshakespeare import UserError
 
 
@@ -45,6 +52,28 @@ class Chatting:
             self.write_samples("", self.tokens_of(text))
 
 
+class Answering:
+    """A run that samples answers to messages."""
+
+    @functools.cached_property
+    def template(self):
+        """The template for the model's words. Raises UserError if they are not known."""
+        c = self.config
+        if self.vocabulary:
+            return chats.template_of_vocabulary(self.vocabulary)
+        return chats.template_of_encoding(c.encoding() if hasattr(c, "words")
+                                          else encoding_of_model(c.V))
+
+    def encode(self, text):
+        """The tokens of a message, up to where the answer begins."""
+        return chats.prompt(self.template, text)
+
+    def write_samples(self, text, tokens):
+        """As Sampling's; the answer has a line of its own."""
+        self.flags.stop = self.flags.stop or self.template.end
+        super().write_samples(f"{text}\n" if text else "", tokens)
+
+
 def refused(number, why):
     print(f"error: line {number}: {why}; it is skipped", file=sys.stderr, flush=True)
     return 1
@@ -53,3 +82,9 @@ def refused(number, why):
 FEATURE = Feature("chat", lambda flags, ranks: flags.chat, training=Chatting, flags=(
     Flag(None, "--chat", "switch", 0, "1: continue each line of stdin by -g tokens, and do not "
          "train", GROUP, after="--samples", replayed=False, may_differ=True),))
+ANSWERS = Feature(
+    "answers", lambda flags, ranks: flags.answer and flags.sample is not None, training=Answering,
+    flags=(
+        Flag(None, "--answer", "switch", 0, "1: answer the text of --sample or --chat as a "
+             "message, in the template of prepro_tinyshakespeare.py --chat", GROUP,
+             after="--chat", needs="sample", replayed=False, may_differ=True),))

@@ -22,6 +22,7 @@ FILES = {  # by the first number
     20240527: "AdamW's state, with which a run goes on (-o FOLDER -y 1)",
     20240801: "a file of Llama 3's tokens, which dev/llama3/train_llama3.py trains on (-i)",
     20240803: "a Llama 3 checkpoint, which dev/llama3/train_llama3.py trains (-e)",  # or its state
+    20261125: "a mask, which says which tokens of the file beside it count as targets (--mask)",
 }
 
 

@@ -108,6 +108,7 @@ class FilesLoader(DataLoader):
 
 class Shuffled:
     """Training on several files."""
+    Loader = FilesLoader
 
     def data_paths(self):
         given = self.flags.train_data, self.flags.val_data
@@ -118,8 +119,8 @@ class Shuffled:
     def loader(self, path, B, T, *ranks):
         if not ranks:  # of a validation, in smaller batches if its file is short
             shortest = min(count_tokens(each, self.config)[0] for each in paths_of(path))
-            return FilesLoader(path, max(1, min(B, (shortest - 1) // T)), T, self.config, 0)
-        loader = FilesLoader(path, B, T, self.config, self.flags.shuffle, *ranks)
+            return self.Loader(path, max(1, min(B, (shortest - 1) // T)), T, self.config, 0)
+        loader = self.Loader(path, B, T, self.config, self.flags.shuffle, *ranks)
         self.flags.shuffle = int(loader.shuffle)
         return loader
 

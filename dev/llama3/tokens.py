@@ -2,6 +2,7 @@
 
     python -m dev.llama3.tokens --tokenizer tokenizer.json    # downloads tinyshakespeare, 1.1 MB
     python -m dev.llama3.tokens --input book.txt    # data/book_llama/book_llama_{train,val}.bin
+    python -m dev.llama3.tokens --input chats.jsonl --chat    # conversations: dev/data/chats.py
 
 The tokenizer comes with Llama's weights: Hugging Face's tokenizer.json or Meta's tokenizer.model.
 Without --tokenizer, the one in the current folder is used, or else GPT-2's. Tokenizers with other
@@ -16,7 +17,9 @@ import os
 from pathlib import Path
 
 from dev.common.flags import parse_flags
+from dev.data import chats
 from dev.data.documents import FLAGS as DOCUMENTS, documents_of, name_of, said
+from dev.data.own_text import chat_files
 from dev.data.vocabulary import letters
 from dev.features.tokenizer import words_of
 from prepro_tinyshakespeare import (BYTE_ORDER_MARK, END_OF_TEXT, UserError, call_tiktoken,
@@ -131,6 +134,7 @@ def no_words():
 
 FLAGS = [
     *DOCUMENTS,
+    *chats.FLAGS,
     (None, "--tokenizer", "name", None, "tokenizer.json or tokenizer.model (default: the one here, "
      "else GPT-2's)"),
 ]
@@ -142,13 +146,19 @@ def main():
     # as for GPT-2 a name that is given has no _llama
     name = flags.name or f"{name_of(flags) or 'tinyshakespeare'}_llama"
     print(f"tokenizer    | {words.name}: {words.n_vocab:,} tokens")
+    pattern = Path(f"data/{name}/{name}_{{}}.bin")
+    kind = dict(magic=LLAMA_TOKENS.magic, version=LLAMA_TOKENS.versions[0], dtype="<u4")
+    if flags.chat:
+        conversations = chats.read_conversations(chat_files(flags))
+        template = chats.template_of_encoding(words)
+        return chats.prepare(conversations, template, flags, pattern, **kind)
     texts, units = documents_of(flags)
     print(said(units))
     [begin] = words.encode(border(words), allowed_special="all")
     tokens = [token for text in texts
               for token in (begin, *call_tiktoken(words.encode_ordinary, text))]
-    write_parts(tokens, Path(f"data/{name}/{name}_{{}}.bin"), magic=LLAMA_TOKENS.magic,
-                version=LLAMA_TOKENS.versions[0], dtype="<u4")
+    write_parts(tokens, pattern, **kind)
+    chats.remove_masks(pattern)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from dev.features.recompute import LLAMA_SOURCE, SOURCE as RECOMPUTE
 from dev.features.seams import GPT2, Training
 from dev.llama3.train_llama3 import Config3, Llama3
 from dev.tests.checks import EXACT, FIXTURES, TINY, check, normal, words
+from dev.tests.in_torch import parameters_in_torch, sum_in_torch
 from dev.tests.models import gradients, in_each_order, model_class, on_device
 from dev.tests.trainings import LLAMA, TRAINER, call, check_resumed, place_of, token_files
 from train_gpt2 import to_float
@@ -138,38 +139,17 @@ def test_share_of_zeros():
         check(f"independent: {name}", abs(z) < 5, f"{z:.1f} standard deviations")
 
 
-def loss_in_torch(torch, c, p, tokens, targets, times):
-    """GPT-2's mean loss in float64, with times[site] (N,C) where dropout is."""
-    F = torch.nn.functional
-    N, C = times[0].shape
-    x = ((p["wte"][tokens] + p["wpe"][:T]).reshape(N, C)) * times[0]
-    for l in range(c.L):
-        ln1 = F.layer_norm(x, (C,), p["ln1w"][l], p["ln1b"][l])
-        qkv = F.linear(ln1, p["qkvw"][l], p["qkvb"][l])
-        q, k, v = qkv.reshape(B, T, 3, c.NH, -1).permute(2, 0, 3, 1, 4)
-        atty = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        atty = atty.transpose(1, 2).reshape(N, C)
-        x = x + F.linear(atty, p["attprojw"][l], p["attprojb"][l]) * times[2 * l + 1]
-        ln2 = F.layer_norm(x, (C,), p["ln2w"][l], p["ln2b"][l])
-        fch = F.gelu(F.linear(ln2, p["fcw"][l], p["fcb"][l]), approximate="tanh")
-        x = x + F.linear(fch, p["fcprojw"][l], p["fcprojb"][l]) * times[2 * l + 2]
-    lnf = F.layer_norm(x, (C,), p["lnfw"], p["lnfb"])
-    return F.cross_entropy(lnf @ p["wte"][: c.V].T, targets.reshape(-1))
-
-
 def test_gradients(device_name):
     """The loss and all gradients of two micro-batches are PyTorch's with the same masks, and
     --recompute gives the same bits. A validation between them drops nothing."""
     import torch
     model, c, P = dropped_model(device_name), CONFIGS[GPT2], 0.25
-    p = {name: torch.tensor(model.device.get(getattr(model.params, name)).astype(np.float64),
-                            requires_grad=True) for name in vars(model.params)}
+    p = parameters_in_torch(model)
     given, N, mean = batches(2), B * T, 0
     for micro, (tokens, targets) in enumerate(given):
         times = [torch.tensor(mask(7, 3, site, micro * N * C, N * C, P).reshape(N, C))
                  for site in range(2 * L + 1)]
-        mean = mean + loss_in_torch(torch, c, p, torch.tensor(tokens.astype(np.int64)),
-                                    torch.tensor(targets.astype(np.int64)), times) / 2
+        mean = mean + sum_in_torch(p, c, tokens, targets, times) / (2 * N)
     mean.backward()
     model.forward(*given[0])
     model.micros = 2

@@ -579,6 +579,7 @@ def test_defaults(device_name):
                                (Llama3, (), "head"),
                                (GPT2, ("--label-smoothing", "0.1"), "layers"),
                                (GPT2, ("--dropout", "0.1"), "head"),
+                               (GPT2, ("--mask", "1"), "layers"),
                                (GPT2, ("--fp8", "layers"), "layers")):
         kinds = [kind.__name__ for kind in model_class(model, "--dtype", "fp8", *given).__mro__]
         found = "all" if "Fp8All" in kinds else "head" if "Fp8Head" in kinds else "layers"

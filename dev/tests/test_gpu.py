@@ -316,7 +316,7 @@ def test_files_of_a_run(device_name, folder):
     runs = [(*of, gpu, dtype, more) for of in (gpt2, llama) for gpu in (80, 90)
             for dtype in ("fp32", "bf16", "fp8") for more in ([], [
                 "--moments", "bf16", "--ema", "0.9", "-sl", "5"], ["--label-smoothing", "0.1"], [
-                    "--dropout", "0.1"])]
+                    "--dropout", "0.1", "--mask", "1"])]
     files = set()
     for Model, model, gpu, dtype, more in runs:
         with mock.patch.multiple(devices.Beside, __init__=begin, compile=compile), \
@@ -338,7 +338,8 @@ def test_files_of_a_run(device_name, folder):
         files |= {path.name for path in sources}
     wish = {"kernels.cu", "llama3.cu", "hopper.cuh", "attention_five.cu", "gelu_products.cu",
             "fp8.cu", "moments.cu",
-            "ema.cu", "outliers.cu", "label_smoothing.cu", "fused_biases.cu", "dropout.cu"}
+            "ema.cu", "outliers.cu", "label_smoothing.cu", "fused_biases.cu", "dropout.cu",
+            "masked.cu"}
     check("all files were there", files == wish, files ^ wish)
 
 

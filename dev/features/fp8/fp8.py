@@ -498,7 +498,7 @@ FEATURE = Feature(
         Flag(None, "--fp8", ("layers", "head", "all"), None, "for --dtype fp8: layers: products of "
              "the layers, but no gradients of weights; head: the head's backward products too; "
              "all: those gradients too (default: all; Llama 3, --recompute, --dropout: head; "
-             "--label-smoothing: layers)", "the machine", after="--dtype")),
+             "--label-smoothing, --mask: layers)", "the machine", after="--dtype")),
     pairs=(Pair("Llama3", Fp8Llama), Pair("ranks", Fp8Ranked), Pair("zero", Fp8Sharded)),
     refuses=refused,
     state={"scales": (lambda x: x == [] or isinstance(x, list) and numbers(x, (len(x),)),

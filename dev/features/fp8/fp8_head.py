@@ -98,4 +98,7 @@ class Fp8Head:
 FEATURE = Feature(
     "fp8 head", lambda flags, ranks: flags.dtype == "fp8" and flags.fp8 != "layers", Fp8Head,
     excludes={"label smoothing": "--fp8 head or all with --label-smoothing: the classifier for FP8 "
-                                 "has no smoothing: expected --fp8 layers"})
+                                 "has no smoothing: expected --fp8 layers",
+              "masked targets": "--fp8 head or all with a mask beside the data (--mask): the "
+                                "classifier for FP8 knows no targets that do not count: expected "
+                                "--fp8 layers"})

@@ -1,0 +1,253 @@
+"""Conversations to train on: JSON lines become tokens, and a mask that says which of them are
+answers, since only these count as targets.
+
+    python prepro_tinyshakespeare.py --input chats.jsonl --chat            # for GPT-2
+    python -m dev.llama3.tokens --input chats.jsonl --chat                 # for Llama 3
+
+A line is a conversation, in one of two forms:
+
+    {"messages": [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "I."}]}
+    {"prompt": "Who?", "answer": "I."}
+
+Roles are system, user and assistant; the second form may name its fields as in PROMPTS and ANSWERS.
+What an assistant says counts, with the token that ends it: so the model learns to stop. All else
+is only read. Templates:
+
+    Plain    <|endoftext|>User: Who?
+             Assistant: I.<|endoftext|>
+    Llama    <|begin_of_text|><|start_header_id|>user<|end_header_id|>
+
+             Who?<|eot_id|><|start_header_id|>assistant<|end_header_id|>
+
+             I.<|eot_id|>
+
+Llama is Llama 3's, as its instruction models have it, and is used with Llama's tokenizer; Plain
+takes any words. The name of a special token within a message is ordinary text.
+
+The loader cuts a token file into rows of T tokens (-t). So conversations are put into rows of --row
+T tokens, one behind the other as long as they fit; what is left of a row is filled with
+<|endoftext|>, which does not count. A conversation sees those before it in its row, as documents do
+when GPT-2 is trained; the first of a row sees nothing before it. With --pack 0 each has a row of
+its own. One that is longer than a row is cut at the row's end, and a line says how many were.
+"""
+import functools
+import json
+
+from dev.features.masked import mask_path, write_mask
+from prepro_tinyshakespeare import VAL_TOKENS, UserError, both, call_tiktoken, write_tokens
+
+import numpy as np  # after prepro_tinyshakespeare, which sets how its threads wait
+
+PROMPTS = "prompt", "question", "instruction"
+ANSWERS = "answer", "completion", "response", "output"
+ROLES = "system", "user", "assistant"
+FORMS = ('{"messages": [{"role": ..., "content": ...}, ...]} or {"prompt": ..., "answer": ...}; '
+         f"a prompt may be called {' or '.join(PROMPTS[1:])}, and an answer "
+         f"{' or '.join(ANSWERS[1:])}")
+FLAGS = [
+    (None, "--chat", "switch", 0, "1: the input is .jsonl, a conversation a line; only answers "
+     "count as targets: see dev/data/chats.py"),
+    (None, "--row", "count", 1024, "for --chat: T, the -t of the training; conversations do not "
+     "cross rows of T tokens"),
+    (None, "--pack", "switch", 1, "for --chat: 0: one conversation a row, instead of as many as "
+     "fit"),
+]
+
+
+# ---- Reading
+
+
+def conversation_of(content):
+    """[(role, text)] of a line's JSON. Raises ValueError, which says what was found."""
+    if not isinstance(content, dict):
+        raise ValueError(f"is a {type(content).__name__}")
+    if "messages" in content:
+        messages = content["messages"]
+        if not isinstance(messages, list):
+            raise ValueError(f"messages is a {type(messages).__name__}")
+        found = []
+        for number, message in enumerate(messages, 1):
+            fields = message if isinstance(message, dict) else {}
+            role, text = fields.get("role"), fields.get("content")
+            if role not in ROLES:
+                raise ValueError(f"message {number} has the role {role!r}, none of "
+                                 f"{', '.join(ROLES)}")
+            if not isinstance(text, str):
+                raise ValueError(f"the content of message {number} is no text")
+            found.append((role, text))
+    else:
+        prompts = [name for name in PROMPTS if name in content]
+        answers = [name for name in ANSWERS if name in content]
+        if len(prompts) != 1 or len(answers) != 1:
+            raise ValueError(f"has the fields {', '.join(content) or 'of none'}")
+        found = [("user", content[prompts[0]]), ("assistant", content[answers[0]])]
+        if not all(isinstance(text, str) for _, text in found):
+            raise ValueError(f"{prompts[0]} or {answers[0]} is no text")
+    if "assistant" not in dict(found):
+        raise ValueError("has no message of an assistant, and so nothing to learn")
+    return found
+
+
+def read_conversations(paths):
+    """The conversations of .jsonl files, each a list of (role, text). Empty lines are skipped.
+    Raises UserError."""
+    found = []
+    for path in paths:
+        if path.suffix.lower() != ".jsonl":
+            raise UserError(f"{path}: --chat takes .jsonl files, with a conversation a line: "
+                            f"{FORMS}")
+        try:
+            lines = path.read_bytes().decode("utf-8-sig").split("\n")
+        except OSError as e:
+            raise UserError(f"{path}: could not be read ({e.strerror})") from None
+        except UnicodeDecodeError as e:
+            raise UserError(f"{path}: byte {e.start} is not UTF-8; expected UTF-8") from None
+        for number, line in enumerate(lines, 1):
+            try:
+                if line.strip():
+                    found.append(conversation_of(json.loads(line)))
+            except (ValueError, RecursionError) as e:  # json's errors are ValueErrors
+                raise UserError(f"{path}: line {number}: {e}; expected {FORMS}") from None
+    if not found:
+        raise UserError(f"{', '.join(map(str, paths))}: no conversation; expected {FORMS}")
+    return found
+
+
+# ---- Templates. encode(text) gives the ids of a text, in which no special token's name is one.
+
+
+class Plain:
+    """For any vocabulary: the ids of texts, and `eot`, that of <|endoftext|>."""
+    end = "<|endoftext|>"
+
+    def __init__(self, encode, eot):
+        self.encode = encode
+        self.eot = eot
+
+    def begin(self):
+        return [self.eot]
+
+    def turn(self, role):
+        """The ids before what a role says."""
+        return [*self.encode(f"{role.capitalize()}:")]
+
+    def said(self, role, text):
+        """The ids of what it says."""
+        return [*self.encode(f" {text}"),
+                *([self.eot] if role == "assistant" else self.encode("\n"))]
+
+
+class Llama:
+    """Llama 3's. special(name) is the id of a special token."""
+    end = "<|eot_id|>"
+
+    def __init__(self, encode, special):
+        self.encode = encode
+        self.special = special
+
+    def begin(self):
+        return [self.special("<|begin_of_text|>")]
+
+    def turn(self, role):
+        return [self.special("<|start_header_id|>"), *self.encode(role),
+                self.special("<|end_header_id|>"), *self.encode("\n\n")]
+
+    def said(self, role, text):
+        return [*self.encode(text.strip()), self.special(self.end)]
+
+
+def template_of_encoding(encoding):
+    """The template for the words of a tiktoken Encoding: Llama's or GPT-2's. Raises UserError."""
+    encode = functools.partial(call_tiktoken, encoding.encode_ordinary)
+    special = encoding.encode_single_token
+    if "<|start_header_id|>" in encoding.special_tokens_set:
+        return Llama(encode, special)
+    return Plain(encode, special(Plain.end))
+
+
+def template_of_vocabulary(vocabulary):
+    """The template for a Vocabulary of dev/data/vocabulary.py."""
+    return Plain(vocabulary.encode_ordinary, vocabulary.eot)
+
+
+def tokens_of_conversation(template, messages):
+    """(ids, whether each counts) of [(role, text)], lists."""
+    ids = template.begin()
+    counts = [False] * len(ids)
+    for role, text in messages:
+        before = template.turn(role)
+        said = template.said(role, text)
+        ids += before + said
+        counts += [False] * len(before) + [role == "assistant"] * len(said)
+    return ids, counts
+
+
+def prompt(template, text):
+    """The ids of a user's message, up to where the answer begins."""
+    asked, _ = tokens_of_conversation(template, [("user", text)])
+    return asked + template.turn("assistant")
+
+
+def texts_of(conversations):
+    """The texts from which --vocab learns words: the conversations in the plain template."""
+    return ["".join(f"{role.capitalize()}: {text}\n" for role, text in messages)
+            for messages in conversations]
+
+
+# ---- Rows
+
+
+def rows_of(conversations, T, filler, together=True):
+    """(ids (rows,T), whether each counts (rows,T), how many conversations were cut) of
+    conversations, (ids, counts) each. filler: the id that fills rows; together: a row may have
+    several."""
+    rows = []
+    cut = 0
+    for ids, counts in conversations:
+        cut += len(ids) > T
+        if not (rows and together and len(rows[-1][0]) + len(ids) <= T):
+            rows.append(([], []))
+        rows[-1][0].extend(ids[:T])
+        rows[-1][1].extend(counts[:T])
+    tokens = np.full((len(rows), T), filler, np.uint32)
+    mask = np.zeros((len(rows), T), bool)
+    for i, (ids, counts) in enumerate(rows):
+        tokens[i, : len(ids)] = ids
+        mask[i, : len(ids)] = counts
+    return tokens, mask, cut
+
+
+def write_rows(pattern, tokens, mask, dtype="<u2", **kind):
+    """Write rows (rows,T) as the two token files of a pattern, each with its mask: the first tenth,
+    of at most 32,768 tokens but at least one row, is for validation. One more token, the first of
+    the file, ends a file, since the loader wants a target for the last. Raises UserError."""
+    count, T = tokens.shape
+    if count < 2:
+        raise UserError(f"the conversations fill {count} row of {T} tokens; expected at least two, "
+                        "one of which is for validation: a smaller --row, or more conversations")
+    val = max(1, min(count // 10, VAL_TOKENS // T))
+    for path, part in zip(both(pattern), (slice(val, None), slice(val))):
+        ids = np.append(tokens[part], tokens[0, 0]).astype(dtype)
+        # The mask first: if this is interrupted, it does not fit the tokens, which is an error.
+        write_mask(path, ids, np.append(mask[part], False), T)
+        write_tokens(path, ids, dtype=dtype, **kind)
+
+
+def remove_masks(pattern):
+    """Remove the masks of earlier tokens of these names."""
+    for path in both(pattern):
+        mask_path(path).unlink(missing_ok=True)
+
+
+def prepare(conversations, template, flags, pattern, **kind):
+    """Write conversations, [(role, text)] each, as the flags say: a line tells how many, and how
+    much of their tokens counts. kind: see write_rows. Raises UserError."""
+    found = [tokens_of_conversation(template, messages) for messages in conversations]
+    tokens, mask, cut = rows_of(found, flags.row, template.begin()[0], flags.pack)
+    print(f"{len(found):,} conversations in {len(tokens):,} rows of {flags.row} tokens (--row): "
+          f"{mask.mean():.0%} of the tokens count, "
+          f"{1 - sum(len(ids[: flags.row]) for ids, _ in found) / tokens.size:.0%} fill rows")
+    if cut:
+        print(f"WARNING: longer than a row, and cut at its end: {cut:,} conversations; expected a "
+              "larger --row")
+    write_rows(pattern, tokens, mask, **kind)

@@ -1,0 +1,215 @@
+"""Only some tokens count as targets: those that a mask beside the token file names, as the answers
+of conversations do (dev/data/chats.py). A target that does not count is -1, as PyTorch's
+ignore_index: its loss is 0, and so is its gradient. The loss is the mean over the targets that
+count, of all micro-batches and ranks of a step:
+
+    loss = sum of the losses of targets that count / their number
+
+The mask of chats_train.bin is chats_train.mask: 256 int32 (magic 20261125, version 1, tokens, T of
+a row or 0, CRC-32 of the token file's ids), then a byte for each token, 1 where it counts. A token
+file without one counts as a whole, so a run may mix both. With --mask 0 a run takes no notice of
+masks.
+
+How many targets count is known only after the last micro-batch of the last rank. A recorded graph
+cannot change its arguments, so the number is in device memory. Everything up to the update
+divides by all tokens of the step, as without a mask; then one kernel multiplies the gradients and
+the loss by tokens / number. Whatever comes after it, clipping, outliers and the update, sees the
+mean over those that count. If none counts, the step makes no update. See masked.cu.
+
+The trainer's classifier, or --label-smoothing's, computes all rows, with word 0 in the place of -1;
+a kernel then clears the rows that do not count.
+"""
+import zlib
+from pathlib import Path
+
+from dev.features.declare import Feature, Flag
+from dev.features.file_kinds import checked_header
+from dev.features.shuffled_loader import FilesLoader, paths_of
+from prepro_tinyshakespeare import UserError, make_header, replace_file
+from train_gpt2 import HEADER_BYTES, FileKind, Row, check_size
+
+import numpy as np  # after prepro_tinyshakespeare, which sets how its threads wait
+
+SOURCE = Path(__file__).resolve().with_suffix(".cu")
+MASK = FileKind("mask", 20261125, (1,), "prepro_tinyshakespeare.py --chat writes one beside the "
+                "tokens")
+
+
+# ---- The file
+
+
+def mask_path(token_path):
+    """Where the mask of a token file is: chats_train.mask beside chats_train.bin."""
+    return Path(token_path).with_suffix(".mask")
+
+
+def checksum(tokens):
+    """CRC-32 of the ids of a token file, as they are stored; an int32."""
+    return int(np.uint32(zlib.crc32(np.ascontiguousarray(tokens))).astype(np.int32))
+
+
+def write_mask(token_path, tokens, mask, T=0):
+    """Write the mask of a token file that has just been written. tokens: its ids, of the type in
+    which they are stored; mask (len(tokens),): whether each counts; T: the length of the rows in
+    which they lie, or 0. Raises UserError."""
+    header = make_header(MASK.magic, 1, len(mask), T, checksum(tokens))
+    replace_file(mask_path(token_path), [header, np.asarray(mask, np.uint8)])
+
+
+def read_mask(token_path, tokens):
+    """Whether each of a file's tokens counts, bool; None if there is no mask beside it. Raises
+    UserError if the mask is damaged, or belongs to other tokens."""
+    path = mask_path(token_path)
+    if not path.is_file():
+        return None
+    _, _, count, _, crc, *_ = checked_header(path, MASK)
+    check_size(path, MASK, HEADER_BYTES + count)
+    mask = np.memmap(path, np.uint8, "r", HEADER_BYTES) if count else np.zeros(0, np.uint8)
+    if count != len(tokens) or crc != checksum(tokens):
+        raise UserError(f"{path}: is the mask of {count:,} other tokens than the {len(tokens):,} "
+                        f"of {token_path}; expected both from one run: {MASK.remedy}, or remove it "
+                        "to count all tokens")
+    if mask.max(initial=0) > 1:
+        at = int(np.argmax(mask > 1))
+        raise UserError(f"{path}: byte {at} is {mask[at]}; expected 0 or 1: {MASK.remedy}")
+    return mask.view(bool)
+
+
+def row_of(pattern):
+    """The length of the rows in which the tokens of these files lie; 0 if no mask says so. Raises
+    UserError."""
+    masks = [path for path in map(mask_path, paths_of(pattern)) if path.is_file()]
+    return max((checked_header(path, MASK)[3] for path in masks), default=0)
+
+
+def masks_beside(*patterns):
+    """Whether any token file of these patterns (or None) has a mask."""
+    return any(mask_path(path).is_file() for pattern in patterns if pattern
+               for path in paths_of(pattern))
+
+
+# ---- The model and the training
+
+
+class MaskedLoader(FilesLoader):
+    """A loader whose targets are -1 where they do not count."""
+
+    def open(self, place):
+        before = self.path
+        super().open(place)
+        if self.path != before:
+            self.mask = read_mask(self.path, self.tokens)
+
+    def batch(self, i):
+        tokens, targets = super().batch(i)
+        if self.mask is not None:
+            start = i * self.size + self.rank * targets.size + 1
+            counts = self.mask[start : start + targets.size].reshape(targets.shape)
+            targets = np.where(counts, targets, np.int32(-1))
+        return tokens, targets
+
+
+class Masked:
+    """A model some of whose targets are -1. forward() divides by all tokens of its batch:
+    MaskedTraining.total_loss makes a mean of several."""
+
+    @classmethod
+    def tables(cls, c, device, B, T):
+        tables = super().tables(c, device, B, T)
+        # the targets, with word 0 in the place of -1
+        known = Row("known", (B * T,), np.int32)
+        # how many targets of the step count, so far; fp32, which ranks can sum
+        counted = Row("counted", (1,))
+        return tables | {"activations": [*tables["activations"], known],
+                         "update": [*tables["update"], counted]}
+
+    def forward_pass(self):
+        super().forward_pass()
+        targets = self.batch.targets.reshape(-1)
+        self.device.launch("count_targets", 1, self.acts.known, self.adam.counted, targets,
+                           targets.size, self.micro > 0)
+
+    def loss_forward(self, rows, logits, with_gradient=False):
+        batch = self.batch
+        targets = batch.targets
+        batch.targets = self.acts.known  # which the classifier can look up
+        try:
+            super().loss_forward(rows, logits, with_gradient)
+        finally:
+            batch.targets = targets
+        self.device.launch("clear_rows", len(logits), logits, self.acts.losses[rows],
+                           targets.reshape(-1)[rows], len(logits), self.config.Vp, with_gradient)
+
+    def sum_last(self):
+        """With several ranks, their counts become one."""
+        super().sum_last()
+        self.ranks.via.sum(self.adam.counted)
+
+    def norm_of(self, gradients, n):
+        """Make gradients and loss means over the targets that count, and then the norm."""
+        tokens = self.BT[0] * self.BT[1] * self.micros
+        self.device.launch("scale_by_counted", n, gradients, self.adam.verdict, self.adam.counted,
+                           tokens, n)
+        super().norm_of(gradients, n)
+
+    def judge(self):
+        super().judge()
+        self.device.launch("skip_uncounted", 1, self.adam.verdict, self.adam.counted)
+
+
+class MaskedTraining:
+    """A run of such a model."""
+    Loader = MaskedLoader
+
+    def choose_model(self):
+        flags = self.flags
+        flags.mask = 1  # for --replay and -y 1, which may not find the files
+        row = max((row_of(path) for path in (flags.train_data, flags.val_data) if path),
+                  default=0)
+        flags.seq_len = flags.seq_len or row or None
+        super().choose_model()
+        if row and flags.seq_len % row:
+            self.say(f"WARNING: -t {flags.seq_len}: the conversations lie in rows of {row} tokens: "
+                     "some answers lose their prompt; expected a multiple of that")
+
+    def data_paths(self):
+        paths = super().data_paths()
+        if not masks_beside(*paths):
+            raise UserError(f"--mask 1: {paths[0]} and {paths[1]} have no masks beside them; "
+                            f"expected {mask_path(paths[0])}: {MASK.remedy}")
+        return paths
+
+    def total_loss(self, batches):
+        """The sum of the losses of all batches, each the mean over the targets that count."""
+        sizes, counted = [], []
+
+        def noted():
+            for tokens, targets in batches:
+                sizes.append(targets.size)
+                counted.append(np.count_nonzero(targets >= 0))
+                yield tokens, targets
+
+        total = super().total_loss(noted())
+        if not sum(counted):
+            raise UserError(f"{self.val_path}: none of the {sum(sizes):,} targets of a validation "
+                            "counts; expected another -j, a larger -m, or -v 0")
+        return total * sum(sizes) / sum(counted)
+
+    def report(self, queued, verdict):
+        if verdict.loss == 0 and not (verdict.update or verdict.stopped):
+            self.say(f"WARNING: step {queued.number}: no update: none of its targets counts")
+        super().report(queued, verdict)
+
+
+def asked(flags, ranks):
+    """--mask, or without it whether there are masks."""
+    if flags.mask is None:
+        return masks_beside(flags.train_data, flags.val_data)
+    return flags.mask
+
+
+FEATURE = Feature(
+    "masked targets", asked, Masked, MaskedTraining, sources=(SOURCE,), flags=(
+        Flag(None, "--mask", "switch", None, "0: count all tokens as targets, even if a mask "
+             "beside -i says which do (default: 1 if there is one)", "data and model",
+             after="--val-data", must_agree=True),))

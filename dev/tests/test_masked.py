@@ -1,0 +1,350 @@
+"""Test targets that do not count: losses and gradients against PyTorch's ignore_index, with unequal
+counts over micro-batches and ranks; masks beside token files; and runs."""
+import contextlib
+import functools
+import re
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy as np
+
+from dev import gpt2_numpy
+from dev.common.bf16 import to_bf16
+from dev.common.config import Config, draw_parameters, read_parameters
+from dev.cpu.emulated import Emulated
+from dev.features.devices import make_device
+from dev.features.label_smoothing import SOURCE as SMOOTHING
+from dev.features.masked import (MASK, SOURCE, MaskedLoader, mask_path, read_mask, row_of,
+                                 write_mask)
+from dev.features.seams import GPT2
+from dev.llama3.train_llama3 import Config3, Llama3
+from dev.tests.checks import EXACT, TINY, check, check_refusal, normal, words
+from dev.tests.in_torch import parameters_in_torch, sum_in_torch
+from dev.tests.jobs import SMALL, close, curve, data_files
+from dev.tests.jobs import train as train_on_ranks
+from dev.tests.models import in_each_order, model_class, on_device
+from dev.tests.trainings import call, check_resumed, place_of
+from prepro_tinyshakespeare import write_tokens
+from train_gpt2 import pack_batch, read_tokens, to_float
+
+B, T, V = 3, 7, 259
+CONFIGS = {GPT2: Config(maxT=T, V=V, L=2, NH=2, C=64, Vp=320),
+           Llama3: Config3(maxT=T, V=V, L=2, NH=2, C=64, NKV=1)}
+KERNELS = "count_targets", "clear_rows", "scale_by_counted", "skip_uncounted"
+
+
+@functools.cache
+def device_for(name, dtype, Model=GPT2):
+    if name == "emulated":  # only what is tested in it compiles fast
+        return Emulated(dtype, CONFIGS[Model], [SOURCE], only=KERNELS)
+    return make_device(name, dtype, CONFIGS[Model], beside=[SOURCE, SMOOTHING])
+
+
+def masked_model(device_name, *flags, Model=GPT2, device=None):
+    device = device or device_for(place_of(device_name), "fp32", Model)
+    model = model_class(Model, "--mask", "1", *flags)(CONFIGS[Model], device, B, T)
+    model.set_parameters((name, 4 * values if values.ndim > 2 else values)
+                         for name, values in draw_parameters(CONFIGS[Model], 1))
+    return model
+
+
+def batches(*counts):
+    """Micro-batches (tokens, targets) of which so many targets count: also the first and the last
+    of the batch, but for the last batch, whose first and last do not."""
+    found = []
+    for number, count in enumerate(counts):
+        tokens, targets = words(V, 2, B, T)
+        order = np.random.default_rng(number).permutation(np.arange(1, B * T - 1))
+        places = [0, B * T - 1, *order] if number < len(counts) - 1 else [*order, 0, B * T - 1]
+        targets.reshape(-1)[places[count:]] = -1
+        found.append((tokens, targets))
+    return found
+
+
+def step(model, *given, rate=0.0):
+    """A step of these micro-batches. Returns its verdict, and the gradients that AdamW got."""
+    model.train_step(*(pack_batch(*batch) for batch in given), learning_rate=rate)
+    names = (row.name for row in model.config.parameter_table())
+    return model.verdict(), {name: model.device.get(getattr(model.grads, name)).copy()
+                             for name in names}
+
+
+def test_kernels(device_name):
+    """Each kernel and its loop against NumPy, at odd sizes, in several orders of a block's
+    threads."""
+    devices = [device_for(device_name, "bf16"),
+               *(device_for("cpu", dtype) for dtype in ("fp32", "bf16"))]
+    for device in devices:
+        for N, Vp in ((1, 1), (5, 259), (1500, 8)):
+            targets = words(V, N)
+            targets[:: 2] = -1
+            targets[-1] = 7 if N > 1 else -1
+
+            def count(device, targets, before, adds):
+                known = on_device(device, np.full(len(targets), 99, np.int32))
+                counted = on_device(device, np.float32([before]))
+                device.launch("count_targets", 1, known, counted, on_device(device, targets),
+                              len(targets), adds)
+                return device.get(known), device.get(counted)[0]
+
+            for adds in (False, True):
+                for way, (known, counted) in in_each_order(device, count, device, targets, 11.0,
+                                                           adds):
+                    name = f"{device.name} {device.dtype} N={N} {way} adds={adds}"
+                    check(f"{name}: known", np.array_equal(known, np.maximum(targets, 0)), known)
+                    wish = sum(target >= 0 for target in targets) + 11 * adds
+                    check(f"{name}: counted", counted == wish, f"{counted}, expected {wish}")
+            x, losses = np.float32(normal(N, Vp)), np.float32(normal(N))
+            x = x if device.real == np.float32 else to_bf16(x)
+            for with_gradient in (False, True):
+                logits, kept = on_device(device, x), on_device(device, losses)
+                device.launch("clear_rows", N, logits, kept, on_device(device, targets), N, Vp,
+                              with_gradient)
+                counts = targets >= 0
+                yield f"{device.name} losses", device.get(kept), np.where(counts, losses, 0), EXACT
+                cleared = (targets < 0)[:, None] & with_gradient
+                wish = np.where(cleared, np.float32(0), to_float(x))
+                yield f"{device.name} rows", to_float(device.get(logits)), wish, EXACT
+        for n, counted in ((4, 3.0), (1028, 7.0), (64, 0.0)):
+            g, factor = np.float32(normal(n)), 21 / counted if counted else 1.0
+            for update in (1.0, 0.0):
+                grads = on_device(device, g)
+                verdict = on_device(device, np.float32([5, 2, update, 0]))
+                of = on_device(device, np.float32([counted]))
+                device.launch("scale_by_counted", n, grads, verdict, of, 21.0, n)
+                device.launch("skip_uncounted", 1, verdict, of)
+                yield f"{device.name} scaled", device.get(grads), g * factor, 1e-7
+                wish = [5, 2 * factor, update if counted else 0, 0]
+                yield f"{device.name} verdict", device.get(verdict), np.float32(wish), 1e-7
+
+
+def test_gradients(device_name):
+    """Four micro-batches of which 5, no, 1 and 19 targets count: the step's loss and all gradients
+    are PyTorch's over the 25; also with --label-smoothing."""
+    given = batches(5, 0, 1, 19)
+    for smoothing in (0.0, 0.3):
+        flags = ("--label-smoothing", f"{smoothing}") if smoothing else ()
+        model = masked_model(device_name, *flags)
+        p, c = parameters_in_torch(model), CONFIGS[GPT2]
+        mean = sum(sum_in_torch(p, c, *batch, smoothing=smoothing) for batch in given) / 25
+        mean.backward()
+        verdict, found = step(model, *given)
+        name = f"smoothing {smoothing}"
+        yield f"{name}: the loss", np.float32(verdict.loss), mean.item(), 1e-6
+        check(f"{name}: an update", verdict.update == 1 and verdict.stopped == 0, verdict)
+        for tensor, value in found.items():
+            yield f"{name}: d{tensor}", value, p[tensor].grad.numpy(), 2e-5
+        norm = np.sqrt(sum((value.astype(np.float64)**2).sum() for value in found.values()))
+        yield f"{name}: the norm", np.float32(verdict.norm), norm, 1e-5
+    full = batches(B * T, B * T)
+    plain = model_class(GPT2)(CONFIGS[GPT2], model.device, B, T)
+    plain.set_parameters((name, model.device.get(getattr(model.params, name)))
+                         for name in vars(model.params))
+    expected, wish = step(plain, *full)
+    verdict, found = step(masked_model(device_name), *full)
+    yield "all count: the loss", np.float32(verdict.loss), expected.loss, EXACT
+    for tensor, value in found.items():
+        yield f"all count: d{tensor}", value, wish[tensor], EXACT
+
+
+def test_llama(device_name):
+    """Llama's loss is the mean over those that count; what does not count has no part in the
+    gradient: it is that of the micro-batches in which some do, whatever stands at the others."""
+    given = batches(4, 0, 9)
+    verdict, found = step(masked_model(device_name, Model=Llama3), *given)
+    plain = model_class(Llama3)(CONFIGS[Llama3], device_for(place_of(device_name), "fp32", Llama3),
+                                B, T)
+    masked = masked_model(device_name, Model=Llama3)
+    plain.set_parameters((name, masked.device.get(getattr(masked.params, name)))
+                         for name in found)
+    total = 0
+    for tokens, targets in given:
+        plain.forward(tokens, np.maximum(targets, 0))
+        total += plain.device.get(plain.acts.losses)[targets.reshape(-1) >= 0].sum()
+    yield "the loss", np.float32(verdict.loss), total / 13, 1e-6
+    _, other = step(masked, given[0], given[2])
+    for tensor, value in found.items():
+        yield f"d{tensor}", value, other[tensor], 1e-6
+
+
+def test_graph(device_name):
+    """A step whose launches were recorded, with their arguments, counts anew what counts."""
+    device = make_device(place_of(device_name), "fp32", CONFIGS[GPT2], beside=[SOURCE, SMOOTHING])
+
+    def note(calls, call, *args, **more):
+        calls.append((call, args, more))
+        call(*args, **more)
+
+    def repeat(graphs, key, work):
+        if key in graphs:
+            for call, args, more in graphs[key]:
+                call(*args, **more)
+            return
+        graphs[key] = []
+        with contextlib.ExitStack() as stack:
+            for name in ("launch", "matmul", "zero"):
+                noted = functools.partial(note, graphs[key], getattr(device, name))
+                stack.enter_context(mock.patch.object(device, name, noted))
+            work()
+
+    first, second = batches(5, 0, 8), batches(0, 17, 3)
+    alone = step(masked_model(device_name), *second)
+    if device_name != "cuda":
+        device.repeat = repeat
+    model = masked_model(device_name, device=device)
+    for _ in range(1 if device_name != "cuda" else 3):
+        step(model, *first)
+    verdict, found = step(model, *second)
+    yield "the loss", np.float32(verdict.loss), alone[0].loss, EXACT
+    for tensor, value in found.items():
+        yield f"d{tensor}", value, alone[1][tensor], EXACT
+
+
+def test_nothing_counts(device_name):
+    """A step without a target that counts changes nothing, and the next one is an ordinary one."""
+    model = masked_model(device_name)
+    step(model, *batches(9), rate=1e-2)
+    before = {name: model.device.get(arena).copy() for name, arena in model.arenas.items()
+              if name in ("parameters", "adam m", "adam v")}
+    verdict, found = step(model, *batches(0, 0), rate=1e-2)
+    check("the verdict", verdict.loss == verdict.norm == verdict.update == verdict.stopped == 0,
+          verdict)
+    check("gradients of 0", not any(value.any() for value in found.values()))
+    for name, values in before.items():
+        yield name, model.device.get(model.arenas[name]), values, EXACT
+    verdict, _ = step(model, *batches(2), rate=1e-2)
+    check("the next step", verdict.update == 1 and verdict.loss > 1, verdict)
+    check("it changes parameters",
+          (model.device.get(model.arenas["parameters"]) != before["parameters"]).any())
+
+
+# ---- Files
+
+
+def masked_files(folder, *names, share=0.3):
+    """Write masks beside token files of which a share counts: in the first half of a file only a
+    tenth of that, so that ranks and micro-batches have unequal counts."""
+    rng = np.random.default_rng(5)
+    for name in names:
+        tokens = read_tokens(folder / name, V)
+        chance = np.where(np.arange(len(tokens)) < len(tokens) // 2, share / 10, share)
+        write_mask(folder / name, tokens, rng.random(len(tokens)) < chance)
+
+
+def test_loader(folder):
+    """Targets are -1 exactly where the mask says so, on each rank; in a file without a mask none
+    is."""
+    c, (b, t) = CONFIGS[GPT2], (2, 5)
+    tokens = {name: words(V, count) for name, count in (("a", 97), ("b", 64))}
+    with contextlib.redirect_stdout(None):
+        for name, values in tokens.items():
+            write_tokens(folder / f"{name}.bin", values)
+    mask = np.random.default_rng(3).random(97) < 0.5
+    write_mask(folder / "a.bin", np.uint16(tokens["a"]), mask, 5)
+    check("the length of rows", (row_of(folder / "a.bin"), row_of(folder / "b.bin")) == (5, 0))
+    for rank, count in ((0, 1), (0, 2), (1, 2)):
+        loader = MaskedLoader(str(folder / "?.bin"), b, t, c, 0, rank, count)
+        for i in range(loader.per_epoch + 1):
+            inputs, targets = loader.next_batch()
+            name = "a" if i < 96 // (count * b * t) or i == loader.per_epoch else "b"
+            start = int(re.search(r"tokens (\d+) to", loader.where)[1])
+            wish = tokens[name][start + 1 : start + 1 + b * t].copy()
+            if name == "a":
+                wish[~mask[start + 1 : start + 1 + b * t]] = -1
+            check(f"rank {rank} of {count}: batch {i}", (targets.reshape(-1) == wish).all() and
+                  (inputs.reshape(-1) == tokens[name][start : start + b * t]).all(), targets)
+
+
+def test_bad_masks(folder):
+    """A mask of other tokens, a damaged one, and one that is missing are refused in a line."""
+    path = folder / "a.bin"
+    with contextlib.redirect_stdout(None):
+        write_tokens(path, words(V, 30))
+    tokens = np.array(read_tokens(path, V))
+    check("no mask", read_mask(path, tokens) is None)
+    write_mask(path, tokens, np.ones(30, bool))
+    check("a mask of ones", read_mask(path, tokens).all())
+    check_refusal("another token", "is the mask of 30 other tokens than the 30 of .*a.bin; "
+                  "expected both from one run: prepro", read_mask, path, tokens[::-1])
+    check_refusal("other lengths", "is the mask of 30 other tokens", read_mask, path, tokens[:-1])
+    good = mask_path(path).read_bytes()
+    mask_path(path).write_bytes(good[:-1] + b"\2")
+    check_refusal("a byte", "byte 29 is 2; expected 0 or 1", read_mask, path, tokens)
+    mask_path(path).write_bytes(good[:-1])
+    check_refusal("truncated", f"1,053 bytes; expected 1,054 by the header of this {MASK.name}",
+                  read_mask, path, tokens)
+    mask_path(path).write_bytes(path.read_bytes())
+    check_refusal("tokens", "is a file of GPT-2's tokens.*; expected a mask", read_mask, path,
+                  tokens)
+    mask_path(path).unlink()
+    flags = "-e", TINY, "-i", path, "-j", path, "-b", 1, "-t", 8, "-s", 0, "--device", "cpu"
+    status, _, error = call(*flags, "--mask", 1)
+    check("--mask 1 without", status and "have no masks beside them; expected" in error and
+          error.count("\n") == 1, error)
+    write_mask(path, tokens, np.zeros(30, bool), 3)
+    status, text, error = call(*flags, "-x", 1)
+    check("a validation without targets", status and "none of the 24 targets" in error, error)
+    status, text, error = call(*flags, "-x", 1, "-v", 0)
+    check("a step without targets", status == 0 and
+          "WARNING: step 1: no update: none of its targets counts" in text, text + error)
+    check("other rows: a warning", "WARNING: -t 8: the conversations lie in rows of 3" in text,
+          text)
+
+
+# ---- Runs
+
+
+def test_runs(device_name, folder):
+    """A run finds the mask; its validation is the mean over the targets that count, as NumPy has
+    it; a stop and -y 1 end with the same bytes; --mask 0 trains as without a mask."""
+    data_files(folder)
+    names = [f"part_train_{i}.bin" for i in range(3)] + ["part_val_0.bin"]
+    flags = ("-e", TINY, "-i", folder / "part_train_*.bin", "-j", folder / "part_val_0.bin", "-b",
+             2, "-t", 8, "-d", 32, "-v", 3, "-m", 3, "-s", 0, "--device", place_of(device_name),
+             "--dtype", "fp32")
+
+    def train(*more):
+        status, text, error = call(*flags, *more)
+        if status:
+            raise AssertionError(error)
+        return text
+
+    def losses(text):
+        return re.findall(r"(?:step .*?|val )loss (\S+)", text)
+
+    plain = losses(train("-x", 2))
+    masked_files(folder, *names)
+    whole = folder / "whole"
+    text = train("-x", 4, "-o", whole, "-n", 2)
+    check_resumed("masked", whole, lambda copy: train("-x", 4, "-o", copy, "-y", 1), 4)
+    check("--mask 0", losses(train("-x", 2, "--mask", 0)) == plain != losses(text)[: len(plain)],
+          plain)
+    c = Config.from_file(TINY)
+    p = SimpleNamespace(**{name: to_float(x) for name, x in read_parameters(TINY, c)})
+    p.wte = p.wte[: c.V]
+    tokens = np.array(read_tokens(folder / names[-1], c.V), np.int64)
+    mask = np.fromfile(mask_path(folder / names[-1]), np.uint8)[1024:]
+    nats = counted = 0
+    for start in range(0, 3 * 2 * 8, 8):
+        logits = gpt2_numpy.forward(p, tokens[start : start + 8], c.NH)
+        counts = mask[start + 1 : start + 9]
+        of = gpt2_numpy.cross_entropy(tokens[start + 1 : start + 9], logits)
+        nats, counted = nats + (of * counts).sum(), counted + counts.sum()
+    yield "the first validation", np.float64(losses(text)[0]), nats / counted, 1e-6
+
+
+def test_ranks(device_name, folder):
+    """Two ranks, also with ZeRO, have the losses of one process, though unequal numbers count."""
+    data_files(folder)
+    names = [f"part_train_{i}.bin" for i in range(3)] + ["part_val_0.bin"]
+    masked_files(folder, *names)
+    flags = *SMALL, "--dtype", "fp32", "--shuffle", 0, "-x", 4, "-v", 2, "-m", 5
+    expected = train_on_ranks(device_name, 1, folder, folder / "1", *flags)
+    for zero in (0, 1):
+        text = train_on_ranks(device_name, 2, folder, folder / f"2 {zero}", *flags, "-z", zero)
+        close(f"-z {zero}", curve(text), curve(expected))
+        found, wish = ([float(x) for x in re.findall(r"val loss (\S+)", each)]
+                       for each in (text, expected))
+        yield f"-z {zero}: validations", np.array(found), np.array(wish), 1e-5
+
+
