@@ -11,6 +11,7 @@ import subprocess
 import train_gpt2
 from dev.common.config import Config
 from dev.common.flags import parse_flags
+from dev.data import own_text
 from dev.features.order import table_of_flags
 from dev.features.peak import flops_per_token
 from dev.features.ranks.environment import launched
@@ -152,3 +153,48 @@ def test_nodes(folder):
                 PMI_SIZE="16")
     check("a rank of srun, whose PMI says no rank on the machine",
           launched(told) == ("srun", 9, 16, 1, 1), launched(told))
+
+
+@fast
+def test_fine_tuning(folder):
+    """What the recipe starts, and that the flags are the programs' own; what is missing is said."""
+    (folder / "chats.jsonl").touch()
+    shutil.copytree(TOP / "dev/recipes", folder / "dev/recipes")
+
+    def start(*arguments):
+        words = folder / "bin" / "python"
+        words.parent.mkdir(exist_ok=True)
+        words.write_text('#!/bin/sh\nprintf "%s\\n" python "$@"\n')
+        words.chmod(0o755)
+        return subprocess.run([folder / "dev/recipes/fine_tune.sh", *arguments], cwd=folder,
+                              capture_output=True, text=True,
+                              env=os.environ | {"PATH": f"{words.parent}:{os.environ['PATH']}"})
+
+    for model, files, trainer, prepare, end in (
+            ("gpt2", ["gpt2_124M.bin"], ["train_gpt2.py"], ["prepro_tinyshakespeare.py"], ""),
+            ("llama", ["llama3.2_1B.bin", "tokenizer.json"], ["-m", "dev.llama3.train_llama3"],
+             ["-m", "dev.llama3.tokens"], "_llama")):
+        for missing in files:
+            done = start(model, "chats.jsonl")
+            check(f"{model}: without {missing}", done.returncode == 1 and
+                  done.stderr.startswith(f"error: {missing} is missing;"), done.stderr)
+            (folder / missing).touch()
+        words = start(model, "chats.jsonl", "-l", "1").stdout.splitlines()
+        second = words.index("python", 1)
+        first = words[1 : second]
+        check(f"{model}: the programs", first[: len(prepare)] == prepare and
+              words[second + 1 :][: len(trainer)] == trainer, words)
+        prepared = parse_flags("", own_text.FLAGS, first[len(prepare) :])
+        check(f"{model}: its tokens", (prepared.input, prepared.chat, prepared.name) == (
+            ["chats.jsonl"], 1, f"chats{end}"), prepared)
+        flags = parse_flags("", FLAGS, words[second + 1 + len(trainer) :])
+        check(f"{model}: they are read", flags.train_data == f"data/chats{end}/chats{end}_train.bin"
+              and flags.seq_len == prepared.row, flags)
+        check(f"{model}: the checkpoint, and a flag that is given",
+              (flags.model, flags.learning_rate) == (files[0], 1), flags)
+        check(f"{model}: -d is a multiple of B*T",
+              flags.total_batch % (flags.batch_size * flags.seq_len) == 0)
+    for arguments, wish in ((["gpt3"], "found gpt3 in place of a model; expected gpt2 or llama"),
+                            (["gpt2", "none.jsonl"], "none.jsonl: no such file")):
+        done = start(*arguments)
+        check(wish, done.returncode == 1 and wish in done.stderr, done.stderr)
