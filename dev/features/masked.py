@@ -100,6 +100,10 @@ class MaskedLoader(FilesLoader):
         if self.path != before:
             self.mask = read_mask(self.path, self.tokens)
 
+    def inputs(self):
+        masks = map(mask_path, self.paths)
+        return [*super().inputs(), *(str(path) for path in masks if path.is_file())]
+
     def batch(self, i):
         tokens, targets = super().batch(i)
         if self.mask is not None:

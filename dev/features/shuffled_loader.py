@@ -62,6 +62,11 @@ class FilesLoader(DataLoader):
         files = f" in {len(self.paths)} files" if len(self.paths) > 1 else ""
         return f"{self.pattern}: {self.total:,} tokens{files}"
 
+    def inputs(self):
+        """The paths of all files that batches come from: the same on all ranks, and in a run that
+        is resumed."""
+        return self.paths
+
     def permuted(self, items):
         """The items as a list; with shuffle, in random order, by Fisher and Yates's method from the
         end with a Mersenne Twister, as in llm.c."""

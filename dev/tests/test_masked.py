@@ -317,6 +317,14 @@ def test_runs(device_name, folder):
     whole = folder / "whole"
     text = train("-x", 4, "-o", whole, "-n", 2)
     check_resumed("masked", whole, lambda copy: train("-x", 4, "-o", copy, "-y", 1), 4)
+    path = folder / names[1]
+    good = mask_path(path).read_bytes()
+    tokens = np.array(read_tokens(path, V))
+    write_mask(path, tokens, 1 - np.frombuffer(good, np.uint8)[1024:])
+    status, _, error = call(*flags, "-x", 5, "-o", whole, "-y", 1)
+    check("another mask", status and "part_train_1.mask" in error and "expected the same" in error,
+          error)
+    mask_path(path).write_bytes(good)
     check("--mask 0", losses(train("-x", 2, "--mask", 0)) == plain != losses(text)[: len(plain)],
           plain)
     c = Config.from_file(TINY)

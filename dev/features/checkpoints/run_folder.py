@@ -117,7 +117,7 @@ class RunFolder(CheckpointFiles):
     def begin(self, training, model):
         """Resume if there is a run, and open the log."""
         self.data = [[Path(path).name, os.path.getsize(path), partial_hash(path)]
-                     for path in training.train_data.paths]
+                     for path in training.train_data.inputs()]
         if self.rank:
             name, *_ = self.exchange(None, "the folder")
             if not (self.path / name).exists():

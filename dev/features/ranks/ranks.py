@@ -216,7 +216,8 @@ class RankedTraining:
         checkpoint."""
         program, device = Path(sys.modules["train_gpt2"].__file__), model.device
         files = [program, program.with_name("prepro_tinyshakespeare.py"), *model.config.SOURCES,
-                 *self.train_data.paths, *(self.val_data.paths if self.flags.val_every else ()),
+                 *self.train_data.inputs(),
+                 *(self.val_data.inputs() if self.flags.val_every else ()),
                  *filter(os.path.isfile, (sys.argv[0], self.name))]
         files = {Path(path).name: path for path in files}
         files |= code_of(self.modules | modules_of(device))
