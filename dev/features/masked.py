@@ -183,6 +183,10 @@ class MaskedTraining:
                             f"expected {mask_path(paths[0])}: {MASK.remedy}")
         return paths
 
+    def announce(self):
+        super().announce()
+        print("targets      | those that the masks beside the data name (--mask 0: all)")
+
     def total_loss(self, batches):
         """The sum of the losses of all batches, each the mean over the targets that count."""
         sizes, counted = [], []

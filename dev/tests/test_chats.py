@@ -172,7 +172,8 @@ def test_fine_tuning(device_name, folder, monkeypatch):
     place = "--device", place_of(device_name)
     status, text, error = call("-e", "1x1x32", "-i", "data/chats/chats_train.bin", "-b", 1, "-x", 2,
                                "-s", 0, "-v", 0, "-o", "log", *place)
-    check("trains", status == 0 and "B=1 T=96 (-b, -t)" in text, text + error)
+    check("trains", status == 0 and "B=1 T=96 (-b, -t)" in text and
+          "\ntargets      | those that the masks" in text, text + error)
     given = []
 
     def generate(model, tokens, *more):
