@@ -23,13 +23,14 @@ from dev.common.cuda_source import checked_kernels
 from dev.common.host_memory import available_memory
 from dev.features import devices, fit, order
 from dev.features.late_reports import LateReports
+from dev.features.masked import write_mask
 from dev.features.nvtx import RangedDevice, RangedModel
 from dev.features.seams import GPT2, Training
 from dev.llama3.train_llama3 import Llama3
 from dev.tests.checks import EXACT, TINY, check, check_refusal, fast, words
 from dev.tests.models import device_of, model_class, poisoned_model
 from dev.tests.trainings import place_of, two_token_files
-from train_gpt2 import BF16, pack_batch
+from train_gpt2 import BF16, pack_batch, read_tokens
 
 SMALL = Config(maxT=40, V=257, L=1, NH=2, C=64, Vp=384)
 
@@ -317,13 +318,17 @@ def test_files_of_a_run(device_name, folder):
             for dtype in ("fp32", "bf16", "fp8") for more in ([], [
                 "--moments", "bf16", "--ema", "0.9", "-sl", "5"], ["--label-smoothing", "0.1"], [
                     "--dropout", "0.1", "--mask", "1"])]
+    tokens = f"{folder}/tokens.bin"
+    two_token_files(folder)
+    write_mask(tokens, np.array(read_tokens(tokens, 257)), np.ones(200))
     files = set()
     for Model, model, gpu, dtype, more in runs:
         with mock.patch.multiple(devices.Beside, __init__=begin, compile=compile), \
                 mock.patch.object(gpus, "capability", return_value=gpu):
             try:
                 order.main(["--device", "cuda", "-e", model, "--dtype", dtype, *more,
-                            *["-o", f"{folder}/run"] * ("--ema" in more)], Model)
+                            *["-o", f"{folder}/run"] * ("--ema" in more),
+                            *["-i", tokens, "-j", tokens] * ("--mask" in more)], Model)
             except Compiled as e:
                 sources, flags = e.args
         code = "".join(path.read_text("utf-8") for path in sources)
