@@ -47,11 +47,29 @@ FORMS = ('{"messages": [{"role": ..., "content": ...}, ...]} or {"prompt": ..., 
 FLAGS = [
     (None, "--chat", "switch", 0, "1: the input is .jsonl, a conversation a line; only answers "
      "count as targets: see dev/data/chats.py"),
-    (None, "--row", "count", 1024, "for --chat: T, the -t of the training; conversations do not "
-     "cross rows of T tokens"),
-    (None, "--pack", "switch", 1, "for --chat: 0: one conversation a row, instead of as many as "
-     "fit"),
+    (None, "--row", "count", None, "for --chat: T, the -t of the training; conversations do not "
+     "cross rows of T tokens (default: 1024)"),
+    (None, "--pack", "switch", None, "for --chat: 0: one conversation a row, instead of as many as "
+     "fit (default: 1)"),
 ]
+
+
+def check_flags(flags):
+    """Set the defaults of --row and --pack. Raises UserError if flags do not go together with
+    --chat, or need it."""
+    if not flags.chat:
+        for name in ("row", "pack"):
+            if getattr(flags, name) is not None:
+                raise UserError(f"--{name}: is for conversations: expected --chat too")
+        return
+    if not flags.input:
+        raise UserError("--chat: expected --input too, .jsonl files with a conversation a line")
+    for name, default in (("documents", None), ("column", "text")):
+        if getattr(flags, name) != default:
+            raise UserError(f"--chat --{name} {getattr(flags, name)}: a conversation is a line, "
+                            f"with fields of its own: expected no --{name}")
+    flags.row = flags.row or 1024
+    flags.pack = 1 if flags.pack is None else flags.pack
 
 
 # ---- Reading
@@ -68,7 +86,8 @@ def conversation_of(content):
         found = []
         for number, message in enumerate(messages, 1):
             fields = message if isinstance(message, dict) else {}
-            role, text = fields.get("role"), fields.get("content")
+            role = fields.get("role")
+            text = fields.get("content")
             if role not in ROLES:
                 raise ValueError(f"message {number} has the role {role!r}, none of "
                                  f"{', '.join(ROLES)}")
@@ -184,7 +203,7 @@ def tokens_of_conversation(template, messages):
 
 def prompt(template, text):
     """The ids of a user's message, up to where the answer begins."""
-    asked, _ = tokens_of_conversation(template, [("user", text)])
+    asked = tokens_of_conversation(template, [("user", text)])[0]
     return asked + template.turn("assistant")
 
 

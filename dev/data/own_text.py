@@ -44,16 +44,6 @@ FLAGS = [
 ]
 
 
-def chat_files(flags):
-    """The files of --chat. Raises UserError."""
-    if not flags.input:
-        raise UserError("--chat: expected --input too, .jsonl files with a conversation a line")
-    if flags.documents:
-        raise UserError(f"--chat --documents {flags.documents}: a conversation is a line: expected "
-                        "no --documents")
-    return input_files(flags.input)
-
-
 def tokens_of(texts, vocabulary):
     """<|endoftext|> and its tokens of each text, uint16."""
     parts = []
@@ -87,6 +77,7 @@ def begin_set(pattern, vocabulary):
 
 def main(arguments=None):
     flags = parse_flags(__doc__, FLAGS, arguments)
+    chats.check_flags(flags)
     own = flags.vocab != "gpt2"
     default = "tinyshakespeare" + own * f"_{Path(flags.vocab).stem}"
     name = name_of(flags) or (default if own else None)
@@ -95,7 +86,7 @@ def main(arguments=None):
         flags.documents = "blank-lines"  # as in llm.c's files
     given = read_vocabulary(flags.vocab) if flags.vocab.endswith(".bin") else None
     if flags.chat:
-        conversations = chats.read_conversations(chat_files(flags))
+        conversations = chats.read_conversations(input_files(flags.input))
         vocabulary = given or vocabulary_of(flags.vocab, chats.texts_of(conversations))
         begin_set(pattern, vocabulary if own else None)
         return chats.prepare(conversations, chats.template_of_vocabulary(vocabulary), flags,

@@ -45,7 +45,8 @@ class Dropped(Counted):
 
     def __init__(self, *args, **keywords):
         super().__init__(*args, **keywords)
-        p, g = self.params, self.grads
+        p = self.params
+        g = self.grads
         sites = [(p.lnfw, 2 * self.config.L)]
         for l in range(self.config.L):
             # The norm that adds a branch, and the weight whose product made the branch, tell which.
@@ -82,7 +83,8 @@ class Dropped(Counted):
     def linear_backward(self, *arrays, **more):
         """As the model's; a product that made a branch gets the branch's gradient in place of the
         stream's."""
-        dx, dbranch = self.back.dresidual, self.back.dbranch
+        dx = self.back.dresidual
+        dbranch = self.back.dbranch
         if self.dropping and any(x is dx for x in arrays):
             self.drop("drop", dbranch, dx, self.site_of(arrays))
             arrays = [dbranch if x is dx else x for x in arrays]

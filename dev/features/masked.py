@@ -62,10 +62,11 @@ def read_mask(token_path, tokens):
     path = mask_path(token_path)
     if not path.is_file():
         return None
-    _, _, count, _, crc, *_ = checked_header(path, MASK)
+    header = checked_header(path, MASK)
+    count = header[2]
     check_size(path, MASK, HEADER_BYTES + count)
     mask = np.memmap(path, np.uint8, "r", HEADER_BYTES) if count else np.zeros(0, np.uint8)
-    if count != len(tokens) or crc != checksum(tokens):
+    if count != len(tokens) or header[4] != checksum(tokens):
         raise UserError(f"{path}: is the mask of {count:,} other tokens than the {len(tokens):,} "
                         f"of {token_path}; expected both from one run: {MASK.remedy}, or remove it "
                         "to count all tokens")
@@ -189,7 +190,8 @@ class MaskedTraining:
 
     def total_loss(self, batches):
         """The sum of the losses of all batches, each the mean over the targets that count."""
-        sizes, counted = [], []
+        sizes = []
+        counted = []
 
         def noted():
             for tokens, targets in batches:

@@ -18,8 +18,7 @@ from pathlib import Path
 
 from dev.common.flags import parse_flags
 from dev.data import chats
-from dev.data.documents import FLAGS as DOCUMENTS, documents_of, name_of, said
-from dev.data.own_text import chat_files
+from dev.data.documents import FLAGS as DOCUMENTS, documents_of, input_files, name_of, said
 from dev.data.vocabulary import letters
 from dev.features.tokenizer import words_of
 from prepro_tinyshakespeare import (BYTE_ORDER_MARK, END_OF_TEXT, UserError, call_tiktoken,
@@ -142,6 +141,7 @@ FLAGS = [
 
 def main():
     flags = parse_flags(__doc__, FLAGS)
+    chats.check_flags(flags)
     words = encoding(flags.tokenizer)
     # as for GPT-2 a name that is given has no _llama
     name = flags.name or f"{name_of(flags) or 'tinyshakespeare'}_llama"
@@ -149,7 +149,7 @@ def main():
     pattern = Path(f"data/{name}/{name}_{{}}.bin")
     kind = dict(magic=LLAMA_TOKENS.magic, version=LLAMA_TOKENS.versions[0], dtype="<u4")
     if flags.chat:
-        conversations = chats.read_conversations(chat_files(flags))
+        conversations = chats.read_conversations(input_files(flags.input))
         template = chats.template_of_encoding(words)
         return chats.prepare(conversations, template, flags, pattern, **kind)
     texts, units = documents_of(flags)

@@ -33,7 +33,8 @@ def llama_words():
 
 def spelled(parts):
     """(ids, whether each counts) of [(text or id, counts)], texts as bytes."""
-    ids, counts = [], []
+    ids = []
+    counts = []
     for part, counted in parts:
         own = [part] if isinstance(part, int) else [*part.encode()]
         ids += own
@@ -53,11 +54,10 @@ def test_templates():
     check("plain: a prompt", prompt(plain, "Who?") == wish, prompt(plain, "Who?"))
     llama = template_of_encoding(llama_words())
     check("Llama's by its words", isinstance(llama, Llama))
-    start, end, eot = 257, 258, 259
     wish = spelled([
-        (256, False), (start, False), ("user", False), (end, False), ("\n\nWho?", False),
-        (eot, False), (start, False), ("assistant", False), (end, False), ("\n\n", False),
-        ("I <|eot_id|>.", True), (eot, True)])
+        (256, False), (257, False), ("user", False), (258, False), ("\n\nWho?", False),
+        (259, False), (257, False), ("assistant", False), (258, False), ("\n\n", False),
+        ("I <|eot_id|>.", True), (259, True)])
     found = tokens_of_conversation(llama, [("user", " Who?\n"), ("assistant", "I <|eot_id|>.")])
     check("Llama", found == wish, found)
     wish = wish[0][: wish[1].index(True)]
@@ -157,7 +157,12 @@ def test_files(folder, monkeypatch):
     check("Llama: <|begin_of_text|> fills a row", data[63] == 256 and not mask[63], data[63])
     for arguments, wish in ((("--chat",), "--chat: expected --input too"),
                             (("--input", "chats.jsonl", "--chat", "--documents", "rows"),
-                             "a conversation is a line: expected no --documents"),
+                             "a conversation is a line, .* expected no --documents"),
+                            (("--input", "chats.jsonl", "--row", 8), "--row: is for conversations: "
+                             "expected --chat too"),
+                            (("--input", "chats.jsonl", "--pack", 0), "--pack: is for conv"),
+                            (("--input", "chats.jsonl", "--chat", "--column", "a"),
+                             "--chat --column a: .* expected no --column"),
                             (("--input", "chats.jsonl", "--chat", "--vocab", "bytes", "--row",
                               4000), "fill 1 row of 4000 tokens; expected at least two")):
         check_refusal(wish, wish, prepare, own_text, *arguments)

@@ -1,6 +1,7 @@
 """Test --dropout: its bits against SplitMix64 in Python's integers, its gradients against PyTorch's
 with the same masks, and runs that stop and resume."""
 import functools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from dev.features.ranks.ranks import Ranks
 from dev.features.recompute import LLAMA_SOURCE, SOURCE as RECOMPUTE
 from dev.features.seams import GPT2, Training
 from dev.llama3.train_llama3 import Config3, Llama3
-from dev.tests.checks import EXACT, FIXTURES, TINY, check, normal, words
+from dev.tests.checks import EXACT, FIXTURES, TINY, check, check_refusal, normal, words
 from dev.tests.in_torch import parameters_in_torch, sum_in_torch
 from dev.tests.models import gradients, in_each_order, model_class, on_device
 from dev.tests.trainings import LLAMA, TRAINER, call, check_resumed, place_of, token_files
@@ -118,7 +119,8 @@ def test_kernels(device_name):
 def test_share_of_zeros():
     """As many numbers are dropped as P says, within 5 standard deviations; and independently of
     those beside them, of another site, step and micro-batch."""
-    device, n = device_for("cpu", "fp32"), 2**18
+    device = device_for("cpu", "fp32")
+    n = 2**18
     ones = np.ones(n, np.float32)
 
     def dropped(P, seed=1, step=1, part=0, site=0):
@@ -143,9 +145,13 @@ def test_gradients(device_name):
     """The loss and all gradients of two micro-batches are PyTorch's with the same masks, and
     --recompute gives the same bits. A validation between them drops nothing."""
     import torch
-    model, c, P = dropped_model(device_name), CONFIGS[GPT2], 0.25
+    model = dropped_model(device_name)
+    c = CONFIGS[GPT2]
+    P = 0.25
     p = parameters_in_torch(model)
-    given, N, mean = batches(2), B * T, 0
+    given = batches(2)
+    N = B * T
+    mean = 0
     for micro, (tokens, targets) in enumerate(given):
         times = [torch.tensor(mask(7, 3, site, micro * N * C, N * C, P).reshape(N, C))
                  for site in range(2 * L + 1)]
@@ -175,7 +181,8 @@ def test_gradients(device_name):
 def test_llama(device_name):
     """Llama 3's gradient is the slope of its loss with the masks held; with --recompute it has the
     same bits."""
-    model, c = dropped_model(device_name, Llama3), CONFIGS[Llama3]
+    model = dropped_model(device_name, Llama3)
+    c = CONFIGS[Llama3]
     given = batches(1)
     found = gradients(model, *given)
     size = np.sqrt(sum((value.astype(np.float64)**2).sum() for value in found.values()))
@@ -201,7 +208,8 @@ def test_ranks_and_micro_batches(device_name):
     given = batches(4)
     alone = dropped_model(device_name)
     alone.micros = 4
-    expected, total = gradients(alone, *given), {}
+    expected = gradients(alone, *given)
+    total = {}
     for rank in range(2):
         model = dropped_model(device_name, rank=rank, count=2)
         model.micros = 4
@@ -225,7 +233,8 @@ def check_runs(device_name, folder, name, program, model, *more):
             raise AssertionError(error)
         return text
 
-    whole, P = folder / name, ("--dropout", 0.5)
+    whole = folder / name
+    P = "--dropout", 0.5
     text = train("-x", 4, "-o", whole, "-n", 2, *P)
     _, again = check_resumed(name, whole, lambda copy: train("-x", 4, "-o", copy, "-y", 1), 4)
     check(f"{name}: no warning", "--dropout" not in again, again)
@@ -250,6 +259,23 @@ def test_runs(device_name, folder):
 def test_runs_in_fp8(device_name, folder):
     """The same in FP8, whose kernels take long to compile for a CPU."""
     check_runs(device_name, folder, "FP8", TRAINER, TINY, "--dtype", "fp8")
+
+
+def test_steps_again():
+    """A step that is replayed, or looked at again, drops what it dropped the first time."""
+    given = "--dropout", "0.5", "--seed", "7"
+    flags = parse_flags("", order.FLAGS, given)
+    Run, Model = order.attach(flags, Training, GPT2)
+    training = Run(flags, Model)
+    model = dropped_model("emulated")
+    training.set_state(model, {"step": 2})
+    check("--replay: step 3", model.adam.counter.tolist() == [7, 3], model.adam.counter)
+    model.count_step(9)  # as if later steps had been queued
+    training.model = model
+    queued = SimpleNamespace(number=5, batches=SimpleNamespace(packed=[], places=[]))
+    verdict = SimpleNamespace(loss=np.nan, norm=np.nan)
+    check_refusal("step 5", "the loss of step 5 is nan", training.give_up, queued, verdict)
+    check("its counter", model.adam.counter.tolist() == [7, 5], model.adam.counter)
 
 
 def test_refused():

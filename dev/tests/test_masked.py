@@ -53,7 +53,8 @@ def batches(*counts):
     of the batch, but for the last batch, whose first and last do not."""
     found = []
     for number, count in enumerate(counts):
-        tokens, targets = words(V, 2, B, T)
+        tokens = words(V, B, T)
+        targets = words(V, B, T)
         order = np.random.default_rng(number).permutation(np.arange(1, B * T - 1))
         places = [0, B * T - 1, *order] if number < len(counts) - 1 else [*order, 0, B * T - 1]
         targets.reshape(-1)[places[count:]] = -1
@@ -94,10 +95,12 @@ def test_kernels(device_name):
                     check(f"{name}: known", np.array_equal(known, np.maximum(targets, 0)), known)
                     wish = sum(target >= 0 for target in targets) + 11 * adds
                     check(f"{name}: counted", counted == wish, f"{counted}, expected {wish}")
-            x, losses = np.float32(normal(N, Vp)), np.float32(normal(N))
+            losses = np.float32(normal(N))
+            x = np.float32(normal(N, Vp))
             x = x if device.real == np.float32 else to_bf16(x)
             for with_gradient in (False, True):
-                logits, kept = on_device(device, x), on_device(device, losses)
+                logits = on_device(device, x)
+                kept = on_device(device, losses)
                 device.launch("clear_rows", N, logits, kept, on_device(device, targets), N, Vp,
                               with_gradient)
                 counts = targets >= 0
@@ -106,7 +109,8 @@ def test_kernels(device_name):
                 wish = np.where(cleared, np.float32(0), to_float(x))
                 yield f"{device.name} rows", to_float(device.get(logits)), wish, EXACT
         for n, counted in ((4, 3.0), (1028, 7.0), (64, 0.0)):
-            g, factor = np.float32(normal(n)), 21 / counted if counted else 1.0
+            g = np.float32(normal(n))
+            factor = 21 / counted if counted else 1.0
             for update in (1.0, 0.0):
                 grads = on_device(device, g)
                 verdict = on_device(device, np.float32([5, 2, update, 0]))
@@ -125,7 +129,8 @@ def test_gradients(device_name):
     for smoothing in (0.0, 0.3):
         flags = ("--label-smoothing", f"{smoothing}") if smoothing else ()
         model = masked_model(device_name, *flags)
-        p, c = parameters_in_torch(model), CONFIGS[GPT2]
+        p = parameters_in_torch(model)
+        c = CONFIGS[GPT2]
         mean = sum(sum_in_torch(p, c, *batch, smoothing=smoothing) for batch in given) / 25
         mean.backward()
         verdict, found = step(model, *given)
@@ -187,7 +192,8 @@ def test_graph(device_name):
                 stack.enter_context(mock.patch.object(device, name, noted))
             work()
 
-    first, second = batches(5, 0, 8), batches(0, 17, 3)
+    first = batches(5, 0, 8)
+    second = batches(0, 17, 3)
     alone = step(masked_model(device_name), *second)
     if device_name != "cuda":
         device.repeat = repeat
@@ -234,7 +240,8 @@ def masked_files(folder, *names, share=0.3):
 def test_loader(folder):
     """Targets are -1 exactly where the mask says so, on each rank; in a file without a mask none
     is."""
-    c, (b, t) = CONFIGS[GPT2], (2, 5)
+    c = CONFIGS[GPT2]
+    b, t = 2, 5
     tokens = {name: words(V, count) for name, count in (("a", 97), ("b", 64))}
     with contextlib.redirect_stdout(None):
         for name, values in tokens.items():
@@ -332,12 +339,14 @@ def test_runs(device_name, folder):
     p.wte = p.wte[: c.V]
     tokens = np.array(read_tokens(folder / names[-1], c.V), np.int64)
     mask = np.fromfile(mask_path(folder / names[-1]), np.uint8)[1024:]
-    nats = counted = 0
+    nats = 0
+    counted = 0
     for start in range(0, 3 * 2 * 8, 8):
         logits = gpt2_numpy.forward(p, tokens[start : start + 8], c.NH)
         counts = mask[start + 1 : start + 9]
         of = gpt2_numpy.cross_entropy(tokens[start + 1 : start + 9], logits)
-        nats, counted = nats + (of * counts).sum(), counted + counts.sum()
+        nats += (of * counts).sum()
+        counted += counts.sum()
     yield "the first validation", np.float64(losses(text)[0]), nats / counted, 1e-6
 
 
