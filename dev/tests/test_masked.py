@@ -201,9 +201,10 @@ def test_graph(device_name):
     for _ in range(1 if device_name != "cuda" else 3):
         step(model, *first)
     verdict, found = step(model, *second)
-    yield "the loss", np.float32(verdict.loss), alone[0].loss, EXACT
+    limit = EXACT if device_name != "cuda" else 1e-5  # another device may time other algorithms
+    yield "the loss", np.float32(verdict.loss), alone[0].loss, limit
     for tensor, value in found.items():
-        yield f"d{tensor}", value, alone[1][tensor], EXACT
+        yield f"d{tensor}", value, alone[1][tensor], limit
 
 
 def test_nothing_counts(device_name):
