@@ -14,8 +14,8 @@ from dev.common.flags import parse_flags
 from dev.common.gpus import has_gpu
 from dev.features import (
     best, chat, config_file, devices, dropout, dry_run, ema, file_kinds, first_run, fit,
-    fused_biases, hellaswag_score, label_smoothing, late_reports, loggers, masked, moments, nvtx,
-    outliers, overfit, own_sizes, peak, products, recompute, relu_attention, replay, sample,
+    fused_biases, hellaswag_score, label_smoothing, late_reports, loggers, masked, moments, muon,
+    nvtx, outliers, overfit, own_sizes, peak, products, recompute, relu_attention, replay, sample,
     schedule, shuffled_loader, signals, terminal, tokenizer)
 from dev.features.checkpoints import json_log, newest, training
 from dev.features.checkpoints.run_folder import RunFolder
@@ -35,11 +35,11 @@ FEATURES = [
     overfit.FEATURE, fp8_head.FEATURE, fp8.FEATURE, config_file.FEATURE, loggers.FEATURE,
     json_log.FEATURE, best.FEATURE, masked.FEATURE, sums.FEATURE, zero.FEATURE, ranks.FEATURE,
     sample.CONTROLLED, training.KEPT, training.RESUMED, signals.FEATURE, tokenizer.FEATURE,
-    outliers.FEATURE, dropout.FEATURE, replay.FEATURE, ema.FEATURE, moments.FEATURE,
-    recompute.INSIDE, recompute.LAYERS, label_smoothing.FEATURE, recompute.HINT, fit.FEATURE,
-    first_run.FEATURE, own_sizes.FEATURE, fp8_all.FEATURE, relu_attention.FEATURE, schedule.FEATURE,
-    shuffled_loader.FEATURE, late_reports.FEATURE, attention_five.FEATURE, gelu_products.FEATURE,
-    fused_biases.FEATURE, products.FEATURE, devices.NO_GRAPH, devices.CPU]
+    outliers.FEATURE, dropout.FEATURE, replay.FEATURE, ema.FEATURE, muon.FEATURE,
+    moments.FEATURE, recompute.INSIDE, recompute.LAYERS, label_smoothing.FEATURE, recompute.HINT,
+    fit.FEATURE, first_run.FEATURE, own_sizes.FEATURE, fp8_all.FEATURE, relu_attention.FEATURE,
+    schedule.FEATURE, shuffled_loader.FEATURE, late_reports.FEATURE, attention_five.FEATURE,
+    gelu_products.FEATURE, fused_biases.FEATURE, products.FEATURE, devices.NO_GRAPH, devices.CPU]
 FLAGS = [flag for feature in FEATURES for flag in feature.flags]
 SOURCES = [*dict.fromkeys(path for feature in FEATURES for each in (feature, *feature.pairs)
                           for path in each.sources)]

@@ -21,6 +21,7 @@ from train_gpt2 import (ADAMW_FLAGS, NORM_BLOCKS, DataLoader, Row, generate, kep
 class GPT2(train_gpt2.GPT2):
     """GPT-2 with the seams of features, and the base of other architectures."""
     Config = Config
+    state_version = 1  # of its state files; those of another optimizer than AdamW have another
 
     def __init__(self, config, device, B, T):
         self.check(config, device, B, T)

@@ -375,7 +375,7 @@ def test_damaged_checkpoints(folder):
         (f"DONE_00000006: is there, and {state} is not", gone(state)),
         (f"{state}: its header of 1000 bytes .*expected 1024", cut(state, 1000)),
         (f"{state}: truncated, or of", cut(state, shuffle)),
-        (f"{state}: .*{header_refusal((20240527, 2), STATE)}", put(state, 4, 2)),
+        (f"{state}: .*{header_refusal((20240527, 3), STATE)}", put(state, 4, 3)),
         (f"{state}: of rank 1 of 1", put(state, 12, 1)),
         (f"{state}: of step 5; expected 6", put(state, 40, 5)),
         ("state_00000006_00001.bin: could not be read", put(state, 8, 2)),

@@ -146,6 +146,11 @@ def load_state(path_of, model, data, had=None):
     c, P = model.config, len(data.paths)
     states = read_states(path_of, c)
     for state in states:
+        if state.version != model.state_version:
+            names = {1: "adamw", 2: "muon"}
+            raise UserError(f"{state.path}: a state of --optimizer {names[state.version]}; "
+                            f"expected one of --optimizer {names[model.state_version]}: give that "
+                            "flag, or train on from the weights with -e and another -o")
         if state.shuffle != int(data.shuffle) or state.place >= P:
             raise Damage(f"{state.path}: with --shuffle {state.shuffle}, in file {state.place}; "
                          f"expected --shuffle {int(data.shuffle)} and one of the {P} files of -i")

@@ -1,8 +1,10 @@
 """llm.c's state file, such as state_00000500_00000.bin: what a run needs besides the parameters in
 order to resume. It has AdamW's moments, the fp32 parameters, and the position in the data, with the
-state of the shuffle. Each rank has a file of its own.
+state of the shuffle. Each rank has a file of its own. A file of version 2 has another optimizer's
+numbers in the same places: see dev/features/muon.py.
 """
 import os
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -13,7 +15,7 @@ from dev.features.replay import bad_place
 from prepro_tinyshakespeare import UserError, make_header
 from train_gpt2 import HEADER_BYTES, FileKind, Row, carve, to_float
 
-STATE = FileKind("state", 20240527, (1,), "restore it")
+STATE = FileKind("state", 20240527, (1, 2), "restore it")
 SEED = 13371337  # llm.c's stochastic rounding starts from it; ours uses --seed and the step
 
 
@@ -49,6 +51,13 @@ def moments_of(model):
     return [[carve(model.arenas[name], tables[name])] for name in ("adam m", "adam v")]
 
 
+def completed(c, views):
+    """The views, with zeros of the host for parameters that have none: Muon lacks some of v."""
+    absent = {row.name: np.zeros(row.whole_shape, row.dtype) for row in c.parameter_table()
+              if not hasattr(views, row.name)}
+    return SimpleNamespace(**absent, **vars(views))
+
+
 # ---- Writing
 
 
@@ -63,14 +72,15 @@ def state_parts(model, position, shared=False):
     """The arrays that make up a state file, of the device or the host. shared: the model is a rank
     that has only a share of AdamW's numbers."""
     c, count, rank = model.config, model.count, model.rank
-    header = make_header(STATE.magic, 1, count, rank, 1, position.shuffle)  # 1: has parameters
+    version = model.state_version
+    header = make_header(STATE.magic, version, count, rank, 1, position.shuffle)  # has parameters
     header[10] = model.step
     header.view("<u8")[[10, 11, 15, 16]] = SEED, SEED, position.place, position.next
     yield header
     table = state_table(c, count, rank) if shared else None
     for kept in (*moments_of(model), model.master):
-        for halves in zip(*(of_share(table, views) if shared else c.file_parts(views)
-                            for views in kept)):
+        for halves in zip(*(of_share(table, views) if shared
+                            else c.file_parts(completed(c, views)) for views in kept)):
             halves = [half.reshape(-1) for half in halves]
             for start in range(0, halves[0].size, 2**20):  # a device has little memory for more
                 parts = [half[start : start + 2**20] for half in halves]
@@ -89,7 +99,8 @@ class State:
 
     def __init__(self, path, c):
         self.path, header = path, checked_header(path, STATE)
-        self.count, self.rank, self.shuffle, self.step = (header[i] for i in (2, 3, 5, 10))
+        self.version, self.count, self.rank = header[1:4]
+        self.shuffle, self.step = header[5], header[10]
         self.place, self.next = np.array(header, "<i4").view("<u8")[15:17].tolist()
         self.sets = 2 + header[4]  # m, v, and perhaps the parameters
         size, sizes = os.path.getsize(path), []
