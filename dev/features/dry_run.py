@@ -6,6 +6,7 @@ import time
 import numpy as np
 
 from dev.common.bf16 import to_bf16
+from dev.features import muon
 from dev.features.declare import Feature, Flag
 from dev.features.peak import flops_per_token
 from dev.features.terminal import duration
@@ -72,7 +73,8 @@ class DryRun:
         again = 2 * sum(row.size for row in c.parameter_table()
                         if row.decay and row.layers and row.name != "fcprojw")
         flops = flops_per_token(c, T) + again * (flags.recompute == 2)
-        seconds = flags.total_batch / self.count * flops / rate
+        of_update = muon.flops_of(c) if flags.optimizer == "muon" else 0  # AdamW's are few
+        seconds = (flags.total_batch * flops + of_update) / self.count / rate
         print(f"estimate     | {flags.steps} steps of about {1e3 * seconds:,.0f} ms, "
               f"{flags.total_batch / seconds:,.0f} tok/s, take about "
               f"{duration(flags.steps * seconds)}, by the speed of a matrix product"
