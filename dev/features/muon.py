@@ -409,7 +409,9 @@ class SharedMuon:
 def refused(flags):
     """Why --optimizer muon does not go with other flags, or ""."""
     if flags.optimizer != "muon":
-        return ""
+        useless = next((flag.name for flag in OF_MUON
+                        if getattr(flags, flag.key) not in (None, flag.default)), None)
+        return useless and f"{useless}: is for Muon: expected --optimizer muon too"
     if flags.moments == "bf16":
         return ("--moments bf16 --optimizer muon: rounds AdamW's moments, of which Muon has no "
                 "second: expected --moments fp32")
@@ -419,19 +421,20 @@ def refused(flags):
     return ""
 
 
+OF_MUON = (
+    Flag(None, "--muon-lr", "rate", 0.03, "Muon's learning rate, which follows the schedule of -l",
+         "the update", after="--optimizer"),
+    Flag(None, "--muon-momentum", "share", 0.95, "Muon's momentum", "the update",
+         after="--muon-lr"),
+    Flag(None, "--muon-scale", ("original", "rms"), "original", "an update's size for a matrix: "
+         "original: max(1, rows/columns)^0.5; rms: 0.2 max(rows, columns)^0.5, which takes a "
+         "--muon-lr like AdamW's", "the update", after="--muon-momentum"))
 FEATURE = Feature(
     "muon", lambda flags, ranks: flags.optimizer == "muon", Muon, device=batch_class,
     sources=(SOURCE,), refuses=refused, pairs=(Pair("ranks", SharedMuon),), flags=(
         Flag(None, "--optimizer", ("adamw", "muon"), "adamw", "muon: orthogonalize the updates of "
              "the hidden matrices; AdamW updates the rest, with -l, which may be larger (8e-3)",
              "the update", must_agree=True),
-        Flag(None, "--muon-lr", "rate", 0.03, "Muon's learning rate, which follows the schedule "
-             "of -l", "the update", after="--optimizer", needs="optimizer"),
-        Flag(None, "--muon-momentum", "share", 0.95, "Muon's momentum", "the update",
-             after="--muon-lr", needs="optimizer"),
-        Flag(None, "--muon-scale", ("original", "rms"), "original", "an update's size for a "
-             "matrix: original: max(1, rows/columns)^0.5; rms: 0.2 max(rows, columns)^0.5, which "
-             "takes a --muon-lr like AdamW's", "the update", after="--muon-momentum",
-             needs="optimizer")),
+        *OF_MUON),
     excludes={"zero": "--optimizer muon --zero 1: Muon needs whole matrices, and ZeRO keeps a "
                       "share of each: expected --zero 0"})

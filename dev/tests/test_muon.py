@@ -442,8 +442,12 @@ def test_refused():
     check_refusal("moments", "expected --moments fp32", run, None, 1e-3, "--moments", "bf16")
     check_refusal("rate", "expected -l above 0", run, None, 0.0)
     check_refusal("zero", "expected --zero 0", run, SimpleNamespace(count=2), 1e-3, "-z", "1")
-    found, _, said = call("--device", "cpu", "--muon-lr", 0.1)
-    check("a flag without Muon", found == 1 and "expected --optimizer too" in said, said)
+    found, _, said = call("--device", "cpu", "--dry-run", 1)
+    check("no flag of Muon", found == 0, said)
+    for given in ((), ("--optimizer", "adamw")):
+        found, _, said = call("--device", "cpu", "--muon-lr", 0.1, *given)
+        check(f"a flag without Muon {given}",
+              found == 1 and "--muon-lr: is for Muon: expected --optimizer muon too" in said, said)
 
 
 def test_ranks(device_name, folder):
