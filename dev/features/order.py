@@ -155,35 +155,48 @@ def check_refused(flags):
         raise UserError(why)
 
 
-def main(arguments=None, Model=GPT2):
-    """Train an architecture as the arguments say. Returns the exit status."""
+def read_flags(arguments, Model):
+    """(flags, all Flags) of a command line, for an architecture. Raises UserError."""
     table, groups = table_of_flags(train_gpt2.FLAGS, Model.Config)
     flags = parse_flags("Train from raw kernels.", table, arguments, defaults=False, groups=groups)
     config_file.apply(flags, table)
     sample.prepare(flags)
     check_needs(flags, table)
+    flags.device = flags.device or ("cuda" if has_gpu() else "cpu")
+    return flags, table
+
+
+def classes_of(flags, table, Model, ranks=None, folder=None):
+    """(training, model): as attach, with the defaults of all flags."""
+    why = set_defaults(flags, table, Model.Config)
+    training, model = attach(flags, Training, Model, ranks, folder)
+    training.why = why
+    return training, model
+
+
+def make_training(flags, table, Model, ranks=None, front=()):
+    """The Training of this process, alone or as one of several ranks. front: classes in front of
+    its features'. Raises UserError."""
+    folder = None
+    if flags.sample is not None:
+        sample.draw_seed(flags)
+    if flags.output and not flags.dry_run:  # with -y 1 this restores flags
+        folder = RunFolder(flags, ranks, Model.Config, table, FEATURES)
+    training, model = classes_of(flags, table, Model, ranks, folder)
+    return stack(training, front)(flags, model)
+
+
+def main(arguments=None, Model=GPT2):
+    """Train an architecture as the arguments say. Returns the exit status."""
+    flags, table = read_flags(arguments, Model)
     if trains(flags) and not flags.replay:
         go_on_without_output()
-    flags.device = flags.device or ("cuda" if has_gpu() else "cpu")
 
     def train(ranks=None):
-        """Train, alone or as one of several ranks."""
-        folder = None
-        if flags.sample is not None:
-            sample.draw_seed(flags)
-        if flags.output and not flags.dry_run:  # with -y 1 this restores flags
-            folder = RunFolder(flags, ranks, Model.Config, table, FEATURES)
-        training, model = classes(ranks, folder)
-        return training(flags, model).run()
-
-    def classes(*more):
-        why = set_defaults(flags, table, Model.Config)
-        training, model = attach(flags, Training, Model, *more)
-        training.why = why
-        return training, model
+        return make_training(flags, table, Model, ranks).run()
 
     if flags.replay:
-        return replay.replay(flags, table, classes)
+        return replay.replay(flags, table, lambda: classes_of(flags, table, Model))
     if launched() if flags.gpus is None else flags.gpus > 1:
         return launch.start(flags, train)
     return train()
