@@ -194,15 +194,18 @@ def architecture_of(name):
     return find_architecture(path)[0] if path.endswith(".bin") else GPT2
 
 
+def is_bool(value):
+    return isinstance(value, bool)
+
+
 def training_of(name, given, front, **more):
     """A Training that has not begun. given: flags, by their keys; more: likewise, of our own;
     front: the outermost classes. Raises UserError."""
     name = name and str(name)
     architecture = architecture_of(name)
     told = {"model": name, **given, **more}
-    flags, table = read_flags([f"--{key.replace('_', '-')}={+value if value is True else value}"
-                               for key, value in told.items() if value not in (None, False)],
-                              architecture)
+    flags, table = read_flags([f"--{key.replace('_', '-')}={+value if is_bool(value) else value}"
+                               for key, value in told.items() if value is not None], architecture)
     for flag in table:
         if flag.group in ELSEWHERE and flag.key in given:
             raise UserError(f"{flag.key}={given[flag.key]}: a library call is one process that "

@@ -143,6 +143,10 @@ def test_train(device_name, folder):
     train(name, lambda step: ended.append(step) or step.number == 2, **flags)
     late = device_name == "cuda"
     check("the callback ends it", len(ended) == 2 + late, len(ended))
+    once = train(name, lambda step: step.number == 1, **flags | dict(val_every=0, shuffle=True))
+    check("0 and True are flags' values", (once.val_loss, once.training.flags.shuffle) == (None, 1))
+    given = model.training.flags
+    check("so is False, and None is the default", (given.graph, given.shuffle) == (0, 0))
     with contextlib.redirect_stdout(io.StringIO()) as out:
         train(name, **flags | dict(output="log"))
     check("without a callback it prints", "step    6/6 | loss" in out.getvalue())
