@@ -1,9 +1,11 @@
-"""Convert GPT-2 or Llama 3 between a Hugging Face folder and the checkpoint that the trainers read.
+"""Convert GPT-2 or Llama 3 between a Hugging Face folder and the checkpoint that the trainers read,
+and a checkpoint to GGUF.
 
     python -m dev.tools.convert gpt2 gpt2_124M.bin        # the hub's; or gpt2-medium, -large, -xl
     python -m dev.tools.convert FOLDER OUT.bin            # or from the hub: meta-llama/Llama-3.2-1B
     python -m dev.tools.convert FILE.safetensors OUT.bin  # GPT-2, if there is no config.json
     python -m dev.tools.convert IN.bin FOLDER             # a folder that transformers loads
+    python -m dev.tools.convert IN.bin OUT.gguf           # for llama.cpp: see gguf_file.py
 
 A folder has config.json, and the weights in model.safetensors, or in several files and an index. If
 the head is tied to the embeddings, one of the two is enough.
@@ -44,6 +46,7 @@ from dev.data.vocabulary import vocabulary_bytes
 from dev.features.file_kinds import ON_HUB, OPENAI, checked_header
 from dev.features.tokenizer import vocabulary_of_run
 from dev.llama3.train_llama3 import Config3
+from dev.tools import gguf_file
 from dev.tools.hf_config import ARCHITECTURES, HEAD, read_config, read_json, write_objects
 from dev.tools.hf_tokenizer import vocabulary_in, write_tokenizer, write_vocabulary
 from prepro_tinyshakespeare import UserError, gpt2_encoding, replace_file, run_main
@@ -63,7 +66,8 @@ BUFFERS = r"(.*\.)?(attn\.(masked_)?bias|rotary_emb\.inv_freq)"
 FLAGS = [
     (None, "source", argument("SOURCE"), None, "a folder, a name on the hub, a .safetensors file, "
      "or a checkpoint (.bin)"),
-    (None, "target", argument("TARGET"), None, "the checkpoint (.bin) or the folder to write"),
+    (None, "target", argument("TARGET"), None, "the checkpoint (.bin), the folder or the .gguf to "
+     "write"),
     (None, "--dtype", ("fp32", "bf16"), None, "of what is written (default: the source's)"),
 ]
 CONV1D = "c_attn.weight", "c_fc.weight", "c_proj.weight"  # GPT-2's linear layers
@@ -72,15 +76,17 @@ ROTATED = "q_proj.weight", "k_proj.weight"  # Llama's; RoPE rotates their output
 # ---- Tensors
 
 
-def blocks(c, table):
+def blocks(c, table, names=None):
     """The parts of a checkpoint with this table, in order: (the tensor's name in a folder, or None
-    for zeros; the shape of these rows in the checkpoint; the tensor's name in the checkpoint)."""
+    for zeros; the shape of these rows in the checkpoint; the tensor's name in the checkpoint).
+    names: those of another format."""
     architecture = ARCHITECTURES[type(c)]
+    names = names or architecture.names
     rows = architecture.rows(c)
     for row in table:
         count, *columns = row.shape
         for l in range(max(1, row.layers)):
-            for name, part in zip(architecture.names.get(row.name, [None]),
+            for name, part in zip(names.get(row.name, [None]),
                                   rows.get(row.name, [count])):
                 yield name and name.format(l), (part, *columns), row.name
 
@@ -285,28 +291,44 @@ def write_safetensors(path, tensors, dtype, HS):
                  (chunk for part in ([np.uint64(len(text)), text], numbers) for chunk in part))
 
 
-def named_tensors(path, c, stored, header):
-    """(name, array) of a checkpoint's tensors that a folder also has. Raises UserError."""
+def named_tensors(path, c, stored, header, names=None):
+    """(name, array) of a checkpoint's tensors that a folder also has. names: as for blocks. Raises
+    UserError."""
     table = c.file_table(stored, header)
     body = np.memmap(path, stored, "r",
                      Path(path).stat().st_size - sum(row.nbytes for row in table))
     at = 0
-    for name, shape, row in blocks(c, table):
+    for name, shape, row in blocks(c, table, names):
         tensor, at = body[at : at + math.prod(shape)].reshape(shape), at + math.prod(shape)
         if name is None and to_float(tensor).any():
             raise UserError(f"{path}: {row} has other numbers than zeros below its V = {c.V} "
                             "words; expected padding")
-        if name and not (name == HEAD and c.tied):
+        if name and not (row == "lm_head" and c.tied):
             yield name, tensor
+
+
+def open_checkpoint(path):
+    """(a checkpoint's config, the type of its numbers, its header). Raises UserError."""
+    header = checked_header(path, *(kind.FILE for kind in ARCHITECTURES))
+    kind = next(kind for kind in ARCHITECTURES if kind.FILE.magic == header[0])
+    c = kind.from_file(path)
+    return c, c.STORED[header[1]], header
+
+
+def checkpoint_to_gguf(path, target, dtype=None):
+    """Convert a checkpoint into a file for llama.cpp. Raises UserError."""
+    c, stored, header = open_checkpoint(path)
+    _, names = gguf_file.ARCHITECTURES[type(c)]
+    tensors = dict(named_tensors(path, c, stored, header, names))
+    replace_file(target, gguf_file.gguf_parts(path, c, tensors, dtype or stored, TEXT_IDS,
+                                              stored_as))
 
 
 def checkpoint_to_folder(path, folder, dtype=None):
     """Convert a checkpoint. Raises UserError."""
-    header = checked_header(path, *(kind.FILE for kind in ARCHITECTURES))
-    kind = next(kind for kind in ARCHITECTURES if kind.FILE.magic == header[0])
-    c, architecture, folder = kind.from_file(path), ARCHITECTURES[kind], Path(folder)
+    c, stored, header = open_checkpoint(path)
+    architecture, folder = ARCHITECTURES[type(c)], Path(folder)
     own = vocabulary_of_run(path, c.V)
-    stored = c.STORED[header[1]]
     dtype = dtype or stored
     if any(folder.glob("*.safetensors*")):
         raise UserError(f"{folder}: has weights in it already; give a new folder, or delete them")
@@ -357,6 +379,8 @@ def main(arguments=None):
     if flags.target.endswith(".safetensors"):
         raise UserError(f"{flags.target}: expected a folder, for config.json too")
     convert = checkpoint_to_folder if from_checkpoint else folder_to_checkpoint
+    if flags.target.endswith(".gguf"):
+        convert = checkpoint_to_gguf
     convert(flags.source, flags.target, {"fp32": np.float32, "bf16": BF16, None: None}[flags.dtype])
     print(f"wrote {flags.target}")
 
