@@ -3,6 +3,7 @@ from such a file as llama.cpp computes it, against PyTorch's logits."""
 import contextlib
 import os
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 
@@ -13,8 +14,8 @@ from dev.llama3.train_llama3 import Config3
 from dev.tests.checks import EXACT, FIXTURES, TINY, check, check_refusal, fast
 from dev.tests.folders import letters
 from dev.tests.models import read_debug_state
-from dev.tools.convert import main as convert
-from dev.tools.gguf_file import rope_factors
+from dev.tools.convert import TEXT_IDS, main as convert
+from dev.tools.gguf_file import known_words, rope_factors, tokenizer_of
 from prepro_tinyshakespeare import EOT, UserError, gpt2_encoding, replace_file
 
 GPT2_TENSORS = {
@@ -226,6 +227,26 @@ def test_gpt2_words(folder):
           fields["tokenizer.ggml.token_type"][EOT - 1 :] == [1, 3] and
           fields["tokenizer.ggml.eos_token_id"] == EOT)
     check("tokens", read_by_tokenizers(fields)(TEXT) == encoding.encode(TEXT))
+
+
+def test_llama_words():
+    """Llama's words: its rule, its special tokens, and the tokens around a text."""
+    import tiktoken
+    special = {"<|begin_of_text|>": 128000, "<|end_of_text|>": 128001}
+    ranks = {word: i for i, word in enumerate([*BYTES, b"th", b"the"])}
+    encoding = tiktoken.Encoding("few", pat_str=r"[\s\S]+", mergeable_ranks=ranks,
+                                 special_tokens=special)
+    c = Config3(V=128256)
+    with mock.patch.object(Config3, "encoding", lambda self: encoding):
+        words = known_words(c, TEXT_IDS)
+    fields = {name.removeprefix("tokenizer.ggml."): value
+              for name, value in tokenizer_of(words, c.V).items()}
+    tokens, kinds = fields["tokens"], fields["token_type"].tolist()
+    check("rule", (fields["model"], fields["pre"]) == ("gpt2", "llama-bpe"))
+    check("joins", fields["merges"] == ["t h", "th e"], fields["merges"])
+    check("special", tokens[128000:128003] == [*special, "[PAD128002]"], tokens[128000:128003])
+    check("kinds", kinds[:258] == [1] * 258 and kinds[127999:128003] == [5, 3, 3, 5])
+    check("borders", (fields["bos_token_id"], fields["eos_token_id"]) == (128000, 128001))
 
 
 def test_refusals(folder):
