@@ -252,7 +252,7 @@ def forward_pass(device, C, NH):
 
 OTHERS = "files", "cpu", "gpu", "command_line"  # these files of dev/tests are tested, too
 # All tests of a dtype, on two cores, if no kernel is compiled yet. The rest takes a minute more.
-MINUTES = {"emulated": {"fp32": 1.5, "tf32": 1, "bf16": 2}, "cpu": dict.fromkeys(LIMITS, 0.3),
+MINUTES = {"emulated": {"fp32": 1.5, "tf32": 0.3, "bf16": 2}, "cpu": dict.fromkeys(LIMITS, 0.3),
            "cuda": dict.fromkeys(LIMITS, 2)}
 
 

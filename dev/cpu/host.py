@@ -148,7 +148,8 @@ def compiled(what, flags, source, named=None, files=(), libraries=(), warns=Fals
         return cache / f"kernels_{key.hexdigest()[:16]}.so"
 
     library = library_of(flags)
-    if "-fopenmp" in flags and not library.exists() and lacks_openmp(compiler, *flags):
+    bare = (flag for flag in flags if not flag.startswith("-D"))  # one answer for all kernels
+    if "-fopenmp" in flags and not library.exists() and lacks_openmp(compiler, *bare):
         # in a library of its own, so that an OpenMP that is installed later is used
         flags = without_openmp(flags)
         library = library_of(flags)

@@ -69,16 +69,16 @@ def device_of(name, dtype, C, NH, plain=True, architecture=GPT2, only=None, grou
         kind = device_class(name, plain)
         kind = stack(kind, [ReluAttention] if relu else [])
         device = kind(dtype, c, beside, only) if only else kind(dtype, c, beside)
-    device.architecture, device.arguments = architecture, arguments
+    device.architecture, device.arguments, device.only = architecture, arguments, only
     devices.append((only, device))
     return device
 
 
 def for_attention(device, kind):
     """The device like this one that is compiled for softmax or for ReLU attention."""
-    *arguments, relu = device.arguments
+    *arguments, _, group, relu = device.arguments
     wanted = int(kind == "relu")
-    return device if relu == wanted else device_of(*arguments, wanted)
+    return device if relu == wanted else device_of(*arguments, device.only, group, wanted)
 
 
 ATTENTION = "attention_forward", "attention_backward_q", "attention_backward_kv"  # of kernels.cu
@@ -95,11 +95,18 @@ def fits(device_name, C=0, HS=0, relu=0, **other):
     return device_name != "cuda" or capability() >= 80 or C <= 4096 and HS <= 64
 
 
+def rounds_alone(device_name, dtype):
+    """Whether a dtype has fp32's kernels, but for a rounding in attention's products: TF32, which
+    the emulated device need not check at all sizes again. (`dev.lab --check` has more.)"""
+    return device_name == "emulated" and dtype == "tf32"
+
+
 def check_kernels(device_name, dtype, names, models, only=None, architecture=GPT2):
     """Check the trainer's versions of these kernels, or of `only` one: a check for each size and
     each choice of what can be chosen. They are compiled for the one of the models, (C, NH), whose
-    sizes fit."""
+    sizes fit. If a dtype only rounds otherwise, the sizes are the first model's."""
     wanted = []  # (kernel, version, sizes as a text, the Compiled)
+    few = rounds_alone(device_name, dtype)
     for name in [only] if only else names:
         try:
             kernel = find_ladder(name)
@@ -108,9 +115,10 @@ def check_kernels(device_name, dtype, names, models, only=None, architecture=GPT
             continue
         for version in kernel.versions:
             if version.trainer and dtype in version.dtypes:
-                wanted += [(kernel, version, sizes, model_of(kernel, parse_sizes(sizes), models))
-                           for sizes in (*kernel.checks, *kernel.trainer_checks)
-                           if fits(device_name, **parse_sizes(sizes))]
+                found = [(kernel, version, sizes, model_of(kernel, parse_sizes(sizes), models))
+                         for sizes in (*kernel.checks, *kernel.trainer_checks)
+                         if fits(device_name, **parse_sizes(sizes))]
+                wanted += [row for row in found if only or not few or row[3][:2] == models[0]]
     named, known = {}, read_kernels([*architecture.Config.SOURCES, MOMENTS, RECOMPUTE,
                                      RECOMPUTE_LLAMA])
     for kernel, _, _, model in wanted:

@@ -132,7 +132,7 @@ def test_round_trips(folder):
               (folder / "again.bin").read_bytes() == path.read_bytes())
 
 
-def same_bytes(folder):
+def test_same_bytes(folder):
     """A checkpoint becomes a folder and the same bytes again, also where config.json has no word
     for what its header says. A config.json with other sizes than that is refused, and one without
     it, as others write them, is not."""

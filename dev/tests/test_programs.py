@@ -38,7 +38,7 @@ def test_program(program):
     command, _, how = program.partition(", ")
     start, more = ["-m", *command.split()], {}
     if how == "sanitized":
-        more = {"CXXFLAGS": "-O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all",
+        more = {"CXXFLAGS": "-O0 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all",
                 "ASAN_OPTIONS": "detect_leaks=0",
                 "LD_PRELOAD": f"{library_of('libasan.so')} {library_of('libubsan.so')}"}
     elif how:
