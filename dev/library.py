@@ -56,10 +56,9 @@ class Model:
         out = np.empty((*tokens.shape, self.config.V), np.float32)
         flat = out.reshape(-1, self.config.V)
         done = 0
-        for batch in self.batches(tokens, np.zeros_like(tokens)):  # nobody reads the targets
-            model.set_batch(batch)
-            model.forward_pass()
-            for rows in model.parts:
+        for part in self.parts(tokens, np.zeros_like(tokens)):  # nobody reads the targets
+            model.forward(*part)
+            for rows in model.parts:  # again, since forward keeps the last part
                 found = train_gpt2.to_float(model.device.get(model.head_forward(rows)))
                 flat[done : done + len(found)] = found[:, : self.config.V]
                 done += len(found)
@@ -73,7 +72,8 @@ class Model:
 
     def gradients(self, tokens, targets):
         """{name: the gradient of loss(tokens, targets), fp32}. The names and shapes are those of
-        config.parameter_table(), without the rows that pad the vocabulary. Raises UserError."""
+        config.parameter_table(), without the rows that pad the vocabulary. A model that was trained
+        with dropout= drops here, too, as in a step. Raises UserError."""
         model, c = self.model, self.config
         batches = self.batches(*self.pair(tokens, targets))
         model.micros = len(batches)
