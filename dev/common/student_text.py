@@ -72,6 +72,49 @@ HOST_TYPES = dict(
 )
 
 
+# A declaration of variables, some of which get no value: (its types and names)
+VARIABLES = re.compile(
+    r"(?<=[;{}])(\s*)((?:(?:float|double|int|unsigned|long|short|char|bool|size_t|real|float[234]|"
+    r"u?int[234]|double2|u?int(?:8|16|32|64)_t)\s+)+)([^;(){}<>?:]*);"
+)
+
+
+def in_functions(code):
+    """For each place of a text without comments and strings, whether it lies in a function's body,
+    and not in a struct's or a namespace's."""
+    inside, kinds, begin = bytearray(len(code)), [False], 0
+    for i, letter in enumerate(code):
+        inside[i] = kinds[-1]
+        if letter == "{":
+            before = code[begin:i].strip()
+            struct = re.search(r"(?:^|[^\w])(?:struct|union|class|enum|namespace|extern)\b[^()]*$|=$",
+                               before)
+            opens = before.endswith((")", "]", "else", "do", "const", "mutable", "noexcept"))
+            kinds.append(not struct and (kinds[-1] or opens))
+        elif letter == "}" and len(kinds) > 1:
+            kinds.pop()
+        if letter in ";{}":
+            begin = i + 1
+    return inside
+
+
+def with_unset(text):
+    """A student's text with cuda.h's UNSET(name) behind the declaration of each variable of a
+    function that gets no value: on the CPU it then has the bits that a test chooses."""
+    bare = re.sub(r'"(?:\\.|[^"\\\n])*"', lambda found: " " * len(found[0]), without_comments(text))
+    inside = in_functions(bare)
+
+    def add(found):
+        code = bare[found.start() : found.end()]
+        if code != found[0] or not inside[found.end() - 1]:
+            return found[0]
+        names = re.sub(r"\[[^]]*\]", "", found[3]).split(",")
+        unset = [name.strip() for name in names if re.fullmatch(r"\s*\w+\s*", name)]
+        return found[0] + "".join(f" UNSET({name})" for name in unset)
+
+    return VARIABLES.sub(add, text)
+
+
 def for_gpu(text):
     """A student's text as NVRTC can compile it. It has more lines above: #line numbers them."""
     words = [
@@ -87,7 +130,7 @@ def without_host_headers(text):
 
 def for_cpu(text, halves):
     """A student's text for cuda.h. halves: what to include in place of HALVES."""
-    text = without_host_headers(text)
+    text = with_unset(without_host_headers(text))
     text = INCLUDE.sub(
         lambda found: f'{found[1]}"{halves}"' if found[2] in HALVES else found[0], text
     )

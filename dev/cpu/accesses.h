@@ -16,6 +16,8 @@ struct Access {
     bool by_warp : 1;    // of all lanes at once
     bool copies : 1;     // asynchronously,
     bool under_way : 1;  // and nobody has waited for it yet
+    bool constant : 1;   // a read by __ldg
+    bool unfenced : 1;   // a read of what another block announced without a fence
     unsigned char bytes;
 };
 
@@ -29,6 +31,7 @@ struct Fence { unsigned time, epoch, meeting; };
 
 static unsigned now = 1, number;            // the time; the running block
 static unsigned epoch, meeting[32];         // when its last __syncthreads ended, and the last meeting of each warp
+static unsigned shuffled[32];               // the last shuffle or vote of each warp, which orders nothing
 static bool partly;                         // have lanes met under a mask without the others, in any launch so far?
 static unsigned lanes_met[1024][32];        // of each thread: up to when it has waited so for each lane of its warp
 enum Reach { BLOCK_WIDE, GPU_WIDE };        // how far a fence reaches. A fence for the GPU is one for the block, too
@@ -41,6 +44,11 @@ static std::vector<bool> published;         // which blocks have a fence
 static bool running, warp_works, fenced[2];  // fenced: this block is
 static bool fences_come = false;            // some thread of this launch fences, or may,
 static bool fences_sure = false;            // since races_fences was called
+// Where threads tell each other what they have done: {place: {block: the time of its last atomic write there}}, and, for
+// the running block, what it has read so: {block: {place: that time}}. Only if races_announced was called.
+static bool announcing = false;
+static std::map<Address, std::map<unsigned, unsigned>> told;
+static std::map<unsigned, std::map<Address, unsigned>> heard;
 static int busy = 0;                        // the finder's own accesses are none of a kernel's
 static Access first, second;                // the race that was found first
 static Address place;                       // of the second, if it is not 0
@@ -131,6 +139,20 @@ struct Accesses {
             if (!ordered(*old, x)) return old;
         return nullptr;
     }
+    // Does the thread that makes x know of one of these only by an atomic at another place, with no fence between?
+    QUIET const Access* announced(const Access& x, Address at) const {
+        auto unfenced = [&](const Access& w) QUIET {
+            if (!w.there || w.block == x.block || ordered(w, x)) return false;
+            for (const auto& [from, time] : heard[w.block])
+                if (from != at && w.time < time) return true;
+            return false;
+        };
+        for (const Access* w : {&newest[0], &newest[1], &unordered})
+            if (unfenced(*w)) return w;
+        for (size_t i = 0; others && i < others->size(); i++)
+            if (unfenced((*others)[i])) return &(*others)[i];
+        return nullptr;
+    }
     // What the running thread has read before.
     QUIET void forget(unsigned thread) {
         for (Access* old : {&newest[0], &newest[1]})
@@ -147,6 +169,7 @@ struct Accesses {
 struct Rare {
     Accesses atomic_writes, atomic_reads;
     Access last_exchange;
+    Access constant;              // by which this launch reads it as what nobody writes
     std::vector<Access> sources;  // of copies under way
 
     QUIET void clear() { atomic_writes.clear(), atomic_reads.clear(), last_exchange.there = false; }
@@ -161,7 +184,7 @@ struct Cell {
     QUIET void clear() {
         write.there = false;
         reads.clear();
-        if (rare) rare->clear(), rare->sources.clear();
+        if (rare) rare->clear(), rare->sources.clear(), rare->constant.there = false;
     }
     QUIET void free() {
         delete reads.others;
@@ -181,12 +204,18 @@ struct Cell {
                 if (source.block == x.block || !ordered(source, x)) return &source;
         return old;
     }
+    // Any write by this launch, or null.
+    QUIET const Access* any_write() const {
+        if (write.there) return &write;
+        return rare && rare->atomic_writes.newest[0].there ? &rare->atomic_writes.newest[0] : nullptr;
+    }
     QUIET Rare& with_rare() {
         if (!rare) rare = new Rare{};
         return *rare;
     }
     QUIET void access(const Access& x) {
         if (const Access* old = clash(x)) first = *old, second = x;
+        if (x.writes && rare && rare->constant.there) first = rare->constant, second = x;
         if (x.atomic) {
             (x.writes ? with_rare().atomic_writes : with_rare().atomic_reads).add(x);
             if (x.exchanges) rare->last_exchange = x;

@@ -5,6 +5,7 @@ namespace cuda_on_cpu {
 
 constexpr int FORWARD = 0, REVERSE = -1;
 static int order_of_launches = FORWARD;
+static bool only_last_block = false;  // of a grid
 constexpr size_t slot_bytes = 64;  // the most that a lane can show to its warp at a time
 
 // Threads that must all make the same call before any of them goes on.
@@ -243,7 +244,7 @@ struct Block {
     // Thread t arrives where only the lanes of a mask meet, and has put `bytes` in a slot of its own. Was it the last?
     // Then each of them gets the slots of all. Who is not in its own mask waits forever.
     QUIET __attribute__((noinline))
-    bool arrives_apart(unsigned t, unsigned mask, size_t bytes, const char* what, int line) {
+    bool arrives_apart(unsigned t, unsigned mask, size_t bytes, const char* what, int line, bool orders) {
         Warp& w = warps[t / 32];
         unsigned here = mask & 1u << t % 32;
         for (unsigned i = 0; i < 32; i++)
@@ -256,7 +257,7 @@ struct Block {
                 if (mask >> to & 1 && mask >> from & 1 && from != to)
                     memcpy(w.slots_of(to) + from * bytes, w.slots_of(from) + from * bytes, bytes);
         w.waiting &= ~mask;
-        races::lanes_meet(t / 32, mask);
+        races::lanes_meet(t / 32, mask, orders);
         return true;
     }
 
@@ -333,6 +334,10 @@ struct Block {
 };
 
 static PER_OS_THREAD Block* block;
+static struct MissingLane {
+    const char* file;
+    unsigned line, thread, lane;
+} missing;
 static PER_OS_THREAD void* dynamic_shared;
 static PER_OS_THREAD bool waited;  // some thread has, since the running fiber last looked
 
@@ -353,7 +358,7 @@ template <class T> QUIET inline void poison(const char* name, T& variable, size_
     if (poisoned == block->number) return;
     poisoned = block->number;
     declare(sizeof variable, line);
-    memset(const_cast<void*>(static_cast<const volatile void*>(&variable)), 0xff, sizeof variable);
+    fill_with_poison(const_cast<void*>(static_cast<const volatile void*>(&variable)), sizeof variable, OF_SHARED);
     races::shared_variable(name, variable);
 }
 
@@ -437,11 +442,12 @@ const char* launch(const char* name, void (*run)(void**), const unsigned* grid, 
         for (size_t i = 0; i < blocks; i++) {
             if (i > stuck) continue;  // but those before it still run, so the report does not depend on timing
             size_t n = i;  // the block's number: blocks start in the same kind of order as threads
+            if (only_last_block && i != blocks - 1) continue;
             if (b.order == REVERSE) n = blocks - 1 - i;
             if (b.order > 0 && blocks % 1000003 > 0) n = (i * 1000003 + b.order) % blocks;  // a prime: each once
             blockIdx = {unsigned(n % grid[0]), unsigned(n / grid[0] % grid[1]), unsigned(n / grid[0] / grid[1])};
             if (b.order > 0) b.arrange(n);
-            memset(dynamic_shared, 0xff, shared_bytes);  // poison
+            fill_with_poison(dynamic_shared, shared_bytes, OF_SHARED);
             races::shared_variable("", dynamic_shared, shared_bytes, 4, "0");
             races::block_begins(unsigned(n), unsigned(blocks));
             const bool done = b.run_all();
@@ -472,6 +478,25 @@ const char* launch(const char* name, void (*run)(void**), const unsigned* grid, 
 
 // The order of the threads in all launches from now on: FORWARD, REVERSE, or a number from 1 on, which shuffles.
 extern "C" __attribute__((visibility("default"))) void set_order(int order) { cuda_on_cpu::order_of_launches = order; }
+
+// Do launches run only the last block of their grid from now on?
+extern "C" __attribute__((visibility("default"))) void set_last_block(int only) { cuda_on_cpu::only_last_block = only; }
+
+// The bits of what nobody has written: of shared memory, of variables, and of lanes outside of a shuffle's mask.
+extern "C" __attribute__((visibility("default"))) void set_poison(unsigned shared, unsigned variables, unsigned lanes) {
+    using namespace cuda_on_cpu;
+    poison_bits[OF_SHARED] = shared, poison_bits[OF_VARIABLES] = variables, poison_bits[OF_LANES] = lanes;
+}
+
+// The first shuffle since the last call that has read from a lane outside of its mask: its file, and {its line, the thread
+// that reads, the lane that it reads from}. Null if there was none.
+extern "C" __attribute__((visibility("default"))) const char* missing_lane(unsigned of[3]) {
+    using namespace cuda_on_cpu;
+    const MissingLane found = missing;
+    missing = {};
+    of[0] = found.line, of[1] = found.thread, of[2] = found.lane;
+    return found.file;
+}
 
 // emulated.py puts this behind the declaration of each __shared__ variable. Such a variable outlives a block, so without
 // it the next block, or the next launch, could read what it has not written.

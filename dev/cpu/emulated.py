@@ -30,7 +30,7 @@ ALWAYS = [HEADER.parents[1] / f"features/{name}.cu" for name in ("moments", "ran
 FOR_STUDENTS = ("-fno-finite-loops", "-ftrivial-auto-var-init=pattern", "-fno-crossjumping",
                 "-fno-tree-tail-merge")
 ALWAYS_FOR_STUDENTS = ("-g1", "-DTELL_PLACES", "-Wextra", "-Wno-unused-parameter",
-                       "-Wno-sign-compare")
+                       "-Wno-sign-compare", "-Wno-attributes")
 # of a kernel of this name
 GLOBAL = re.compile(r"__global__(?=\s+void\s+(?:__launch_bounds__\([^()]*\)\s*)?(\w+))")
 

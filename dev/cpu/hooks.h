@@ -17,8 +17,16 @@ PLAIN_HOOKS(1) PLAIN_HOOKS(2) PLAIN_HOOKS(4) PLAIN_HOOKS(8) PLAIN_HOOKS(16)
 extern "C" QUIET void __tsan_read_range(void* p, size_t n) { cuda_on_cpu::races::touch(p, n, false, PC); }
 extern "C" QUIET void __tsan_write_range(void* p, size_t n) { cuda_on_cpu::races::touch(p, n, true, PC); }
 extern "C" void __tsan_init() {}
-extern "C" void __tsan_func_entry(void*) {}
-extern "C" void __tsan_func_exit() {}
+extern "C" QUIET void __tsan_func_entry(void*) {
+    using namespace cuda_on_cpu::races;
+    if (!running || busy) return;
+    unsigned short& now_deep = calls_deep[thread_number()];
+    if (++now_deep > deepest) deepest = now_deep;
+}
+extern "C" QUIET void __tsan_func_exit() {
+    using namespace cuda_on_cpu::races;
+    if (running && !busy && calls_deep[thread_number()]) calls_deep[thread_number()]--;
+}
 extern "C" void __tsan_vptr_update(void**, void*) {}
 extern "C" void __tsan_vptr_read(void**) {}
 extern "C" QUIET void __tsan_atomic_thread_fence(int order) {
@@ -29,15 +37,15 @@ extern "C" void __tsan_atomic_signal_fence(int) {}
 
 #define ATOMIC_HOOK(bits, T, name, after)                                                                       \
     extern "C" QUIET T __tsan_atomic##bits##_##name(volatile T* p, T x, int) {                                   \
-        cuda_on_cpu::races::touch_atomic(p, sizeof(T), true, true, PC);                                           \
         const T before = *p;                                                                                    \
+        cuda_on_cpu::races::touch_atomic(p, sizeof(T), true, true, PC, before == static_cast<T>(after));                         \
         *p = after;                                                                                             \
         return before;                                                                                          \
     }
 #define COMPARE_HOOK(bits, T, name)                                                                             \
     extern "C" QUIET bool __tsan_atomic##bits##_compare_exchange_##name(volatile T* p, T* e, T x, int, int) {    \
-        cuda_on_cpu::races::touch_atomic(p, sizeof(T), true, true, PC);                                           \
         const bool same = *p == *e;                                                                             \
+        cuda_on_cpu::races::touch_atomic(p, sizeof(T), true, true, PC, same && *p == x);                            \
         if (same) *p = x;                                                                                       \
         else *e = *p, cuda_on_cpu::traffic::again(p);                                                           \
         return same;                                                                                            \

@@ -157,6 +157,11 @@ def compiled(what, flags, source, named=None, files=(), libraries=(), warns=Fals
         return find_or_compile(what, [compiler, *flags], source, library, libraries, warns)
 
 
+# What g++ says of a function that calls itself, and must be inlined
+RECURSIVE = re.compile("recursive inlining|function not considered for inlining")
+# with it races.h sees calls, and how deep they are
+RECURSION = ["-DWITH_RECURSION", "--param=tsan-instrument-func-entry-exit=1"]
+
 compiling = {}  # {a library's path: a lock}
 
 
@@ -205,9 +210,9 @@ def find_or_compile(what, command, source, library, libraries, warns):
                     replace_file(library, [made])
                     replace_file(seal, [f"{checksum(made, warnings)}\n{warnings}".encode()])
                     return library, warnings
-                if "recursive inlining" not in done.stderr:
+                if not RECURSIVE.search(done.stderr):
                     break
-                flags.append("-DWITH_RECURSION")
+                flags += RECURSION
     except OSError as e:
         raise UserError(f"{cache}: compiled kernels could not be kept there ({e.strerror}); "
                         "set XDG_CACHE_HOME to a folder that can be written") from None

@@ -73,6 +73,28 @@ template <class T> __device__ T __ldcg(const T* p) { return *const_cast<const vo
 #else
 template <class T> __device__ T __ldcg(const T* p) { return *p; }
 #endif
+// What nobody has written: the bits of shared memory, of a student's variables without a first value, and of lanes that
+// a shuffle reads and its mask leaves out. They are NaN, unless set_poison chooses others: fmaxf hides a NaN, and a sum
+// hides a 0.
+namespace cuda_on_cpu {
+enum Poison { OF_SHARED, OF_VARIABLES, OF_LANES };
+static unsigned poison_bits[3] = {~0u, ~0u, ~0u};
+QUIET inline void fill_with_poison(void* p, size_t bytes, Poison kind) {
+    char* at = static_cast<char*>(p);
+    const unsigned bits = poison_bits[kind];
+    for (; bytes >= 4; at += 4, bytes -= 4) memcpy(at, &bits, 4);
+    memcpy(at, &bits, bytes);
+}
+template <class T> QUIET inline void unset(T& x) { fill_with_poison(&x, sizeof x, OF_VARIABLES); }
+}  // namespace cuda_on_cpu
+// student_text.py puts this behind the declaration of a variable without a first value. The race finder leaves it to
+// the compiler, which warns.
+#ifdef __SANITIZE_THREAD__
+#define UNSET(variable)
+#else
+#define UNSET(variable) cuda_on_cpu::unset(variable);
+#endif
+
 // Streaming loads and stores. What they move may be stored as another type.
 template <class T> __device__ T __ldcs(const T* p) {
     T x;
@@ -84,7 +106,15 @@ template <class T> struct Same { using Type = T; };  // no argument decides what
 }
 template <class T> __device__ void __stcs(T* p, typename cuda_on_cpu::Same<T>::Type x) { memcpy(p, &x, sizeof x); }
 // Of these a GPU asks different caches. Here all memory is alike.
+#ifdef __SANITIZE_THREAD__
+namespace cuda_on_cpu { namespace races { QUIET void read_constant(const void* p, size_t bytes); } }
+template <class T> __device__ T __ldg(const T* p) {
+    cuda_on_cpu::races::read_constant(p, sizeof *p);
+    return *p;
+}
+#else
 template <class T> __device__ T __ldg(const T* p) { return *p; }
+#endif
 template <class T> __device__ T __ldca(const T* p) { return *p; }
 template <class T> __device__ T __ldlu(const T* p) { return *p; }
 template <class T> __device__ T __ldcv(const T* p) { return __ldcg(p); }

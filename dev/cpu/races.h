@@ -4,7 +4,7 @@
 // Two accesses to a byte are a race if they are of two threads, one of them writes, not both are atomic, and nothing
 // orders them. What orders them, whatever order the CPU runs the threads in:
 //   - within a block, a __syncthreads between them;
-//   - within a warp, a __syncwarp between them, or another function of a warp: for the lanes that its mask names;
+//   - within a warp, a __syncwarp between them, for the lanes that its mask names; shuffles and votes order nothing;
 //   - a __threadfence and then an atomic write by one side, and behind that an atomic read of the same place by the
 //     other: a flag, or a counter of blocks. Each side may hand on by a barrier what it knows, or what it has seen.
 //     __threadfence_block does so within a block.
@@ -123,6 +123,20 @@ QUIET inline Access access_of(const void* pc, size_t bytes, bool writes, bool at
     return x;
 }
 
+static unsigned short calls_deep[1024], deepest;  // of each thread the calls that have not returned, if hooks tell them
+
+// Two lanes of a warp write one place in the same line. If they write the same number, no GPU can tell which of them it
+// was. The hook comes before the second number is there, so it is looked at when the next one comes.
+static struct { Address place; size_t bytes; char value[16]; Access first, second; } pending;
+static const char* alike_pc = nullptr;  // where all lanes of a warp wrote the same
+
+QUIET inline void settle() {
+    if (!pending.place) return;
+    if (!memcmp(pending.value, reinterpret_cast<const void*>(pending.place), pending.bytes)) alike_pc = pending.first.pc;
+    else if (!place) first = pending.first, second = pending.second, place = pending.place;
+    pending.place = 0;
+}
+
 QUIET inline bool access(Address p, size_t bytes, const Access& x) {
     Region* region = region_of(p);
     if (!region) return false;
@@ -130,6 +144,15 @@ QUIET inline bool access(Address p, size_t bytes, const Access& x) {
         if (place) return;  // one race is enough
         cell.access(x);
         if (!second.there) return;
+        const bool both_write = first.writes && x.writes && !first.atomic && !x.atomic && !first.copies && !x.copies;
+        if (both_write && first.pc == x.pc && first.block == x.block && same_warp(first, x) && bytes <= 16) {
+            if (!pending.place) {
+                pending.place = p, pending.bytes = bytes, pending.first = first, pending.second = second;
+                memcpy(pending.value, reinterpret_cast<const void*>(p), bytes);
+            }
+            first.there = second.there = false;
+            return;
+        }
         if (first.atomic && !x.atomic && !x.writes && early.size() < 4096) {
             early.push_back({at, first, second});
             first.there = second.there = false;
@@ -140,6 +163,7 @@ QUIET inline bool access(Address p, size_t bytes, const Access& x) {
 
 QUIET inline void touch(const volatile void* p, size_t bytes, bool writes, const void* pc) {
     if (traffic::counting) return traffic::touch(p, bytes, writes ? traffic::STORE : traffic::LOAD, pc, thread_number());
+    settle();
     if (!running || busy || place || !region_of(Address(p))) return;
     if (!counted(region_of(Address(p)), bytes, !writes, writes)) return;
     const Busy here;
@@ -201,15 +225,46 @@ QUIET inline void hand_on(Reach reach, Address p, bool reads, bool writes) {
     else known[p] = clock;
 }
 
-QUIET inline void touch_atomic(const volatile void* p, size_t bytes, bool reads, bool writes, const void* pc) {
+// keeps: an atomic access leaves what is there, so its thread only wants to know it.
+QUIET inline void announce(Address p, size_t bytes, Access x, bool reads, bool writes, bool keeps) {
+    if (keeps)
+        each_cell(*region_of(p), p, bytes, [&](Cell& cell, Address at) QUIET {
+            const Access* w = place || !cell.rare ? nullptr : cell.rare->atomic_writes.announced(x, p);
+            if (w) x.unfenced = true, first = *w, second = x, place = at;
+        });
+    if (reads)
+        for (const auto& [from, time] : told[p])
+            if (from != number) heard[from][p] = time;
+    if (writes && !keeps) told[p][number] = ++now;
+}
+
+QUIET inline void touch_atomic(const volatile void* p, size_t bytes, bool reads, bool writes, const void* pc,
+                               bool keeps = false) {
     if (traffic::counting) return traffic::touch_atomic(p, bytes, pc);
+    settle();
     if (!running || busy || place) return;
     if (!counted(region_of(Address(p)), bytes, reads, writes)) return;
     const Busy here;
     Access x = access_of(pc, bytes, writes, true);
     x.exchanges = reads && writes;
     if (!access(Address(p), bytes, x)) return;
+    if (announcing && !place) announce(Address(p), bytes, x, reads, writes, keeps);
     for (Reach reach : {BLOCK_WIDE, GPU_WIDE}) hand_on(reach, Address(p), reads, writes);
+}
+
+// A thread reads by __ldg, through a cache that does not see what this launch writes.
+QUIET __attribute__((noinline)) void read_constant(const void* p, size_t bytes) {
+    if (traffic::counting || !running || busy || place) return;
+    const Busy here;
+    Region* region = region_of(Address(p));
+    if (!region) return;
+    Access x = access_of(__builtin_return_address(0), bytes, false, false);
+    x.constant = true;
+    each_cell(*region, Address(p), bytes, [&](Cell& cell, Address at) QUIET {
+        if (place) return;
+        if (const Access* written = cell.any_write()) first = *written, second = x, place = at;
+        else if (!cell.rare || !cell.rare->constant.there) cell.with_rare().constant = x;
+    });
 }
 
 // A thread compares and swaps. What it read there before, with a plain access, was a guess: it harms nobody, whatever
@@ -227,7 +282,7 @@ QUIET inline void verified(const void* p, size_t bytes) {
 QUIET inline void touch_volatile(const volatile void* p, size_t bytes, bool writes, const void* pc) {
     const Region* region = region_of(Address(p));  // in shared memory, volatile is no way to wait
     if (traffic::counting || (region && region->shared)) touch(p, bytes, writes, pc);
-    else touch_atomic(p, bytes, !writes, writes, pc);
+    else touch_atomic(p, bytes, !writes, writes, pc, !writes);
 }
 
 // ---- what blocks.h and its neighbours tell ----
@@ -235,19 +290,21 @@ QUIET inline void touch_volatile(const volatile void* p, size_t bytes, bool writ
 QUIET inline void block_begins(unsigned n, unsigned blocks) {
     const Busy here;
     number = n, running = true;
+    memset(calls_deep, 0, sizeof calls_deep);
     epoch = ++now;
     for (unsigned& m : meeting) m = now;
     for (auto& of_reach : fences)
         for (Fence& f : of_reach) f.time = 0;
     fenced[BLOCK_WIDE] = fenced[GPU_WIDE] = false;
     clocks[BLOCK_WIDE].clear();
-    seen.clear();
+    seen.clear(), heard.clear();
     if (partly) memset(lanes_met, 0, sizeof lanes_met);
     published.resize(max(size_t(blocks), published.size()));
     if (traffic::counting) traffic::block_begins();
 }
 QUIET inline void block_ends() {
     const Busy here;
+    settle();
     if (traffic::counting) traffic::block_ends();
     if (early.size() && !place) place = early[0].place, first = early[0].first, second = early[0].second;
     early.clear();
@@ -263,16 +320,25 @@ QUIET inline bool ignored(int line) {
 }
 QUIET inline void arrives_in(const char* name) { file = name; }
 QUIET inline void all_wait(int line) {
+    settle();
     if (traffic::counting) traffic::all_wait();
     if (!ignored(line)) epoch = ++now;
 }
-QUIET inline void warp_meets(unsigned warp, int line) {
+// orders: it is a __syncwarp or touches memory for all lanes, and no mere shuffle or vote.
+QUIET inline void warp_meets(unsigned warp, int line, bool orders) {
+    settle();
     if (traffic::counting) traffic::warp_meets(warp);
-    if (!ignored(line)) meeting[warp] = ++now;
+    if (!orders) shuffled[warp] = ++now;
+    else if (!ignored(line)) meeting[warp] = ++now;
 }
 // The same for the lanes of a mask alone, who also learn what each of them knew of other lanes. Before the first time,
 // too few accesses of a warp are kept: what this misses in one block, it finds in the next.
-QUIET inline void lanes_meet(unsigned warp, unsigned mask) {
+QUIET inline void lanes_meet(unsigned warp, unsigned mask, bool orders) {
+    settle();
+    if (!orders) {
+        shuffled[warp] = ++now;
+        return;
+    }
     partly = true;
     unsigned all[32] = {};
     ++now;
@@ -408,8 +474,8 @@ extern "C" __attribute__((visibility("default"))) void races_watch(int n, const 
     dl_iterate_phdr(find_library, nullptr);
     for (region_count = 0; region_count < n; region_count++)
         regions[region_count] = new Region(begins[region_count], bytes[region_count]);
-    now = 1, place = 0, first.there = second.there = false;
-    clocks[BLOCK_WIDE].clear(), clocks[GPU_WIDE].clear(), published.clear(), early.clear();
+    now = 1, place = pending.place = 0, first.there = second.there = false;
+    clocks[BLOCK_WIDE].clear(), clocks[GPU_WIDE].clear(), published.clear(), early.clear(), told.clear();
 }
 
 // JSON that says what race the last launch had, or null.
@@ -420,17 +486,35 @@ extern "C" __attribute__((visibility("default"))) const char* races_found() {
         const unsigned b = x.block;
         char text[300];
         snprintf(text, sizeof text, "\"%s\": {\"block\": [%u, %u, %u], \"thread\": %u, \"writes\": %d, \"atomic\": %d, "
-                 "\"copies\": %d, \"under_way\": %d, \"bytes\": %d, \"pc\": %zu}, ", name, b % gridDim.x,
+                 "\"copies\": %d, \"under_way\": %d, \"constant\": %d, \"unfenced\": %d, \"bytes\": %d, \"pc\": %zu}, ", name, b % gridDim.x,
                  b / gridDim.x % gridDim.y, b / gridDim.x / gridDim.y, unsigned(x.thread), x.writes, x.atomic,
-                 x.copies, x.under_way, x.bytes, Address(x.pc) - base);
+                 x.copies, x.under_way, x.constant, x.unfenced, x.bytes, Address(x.pc) - base);
         return std::string(text);
     };
     const Region& region = *region_of(place);
     report = "{" + said("first", first) + said("second", second) + "\"address\": " + std::to_string(place) +
-             ", \"in_library\": " + std::to_string(&region == variables ? place - base : 0);
+             ", \"shuffled\": " + std::to_string(first.time <= shuffled[first.thread / 32]) + ", \"in_library\": " + std::to_string(&region == variables ? place - base : 0);
     if (region.shared) report += ", \"name\": \"" + region.name + "\", \"at\": " +
         std::to_string(place - region.begin) + ", \"item\": " + region.item + ", \"shape\": [" + region.shape + "]";
     return (report += "}").c_str();
+}
+
+// Where in the library all lanes of a warp have stored the same number in one place since the last call, or 0.
+extern "C" __attribute__((visibility("default"))) size_t races_alike() {
+    using namespace cuda_on_cpu::races;
+    const size_t found = alike_pc ? Address(alike_pc) - base : 0;
+    alike_pc = nullptr;
+    return found;
+}
+
+// From now on, what one block announces to another by an atomic at another place must be fenced, even if both are atomic.
+extern "C" __attribute__((visibility("default"))) void races_announced() { cuda_on_cpu::races::announcing = true; }
+
+// How many calls deep a thread was at the most since the last call, in a library with functions that call themselves.
+extern "C" __attribute__((visibility("default"))) int races_deepest() {
+    const int found = cuda_on_cpu::races::deepest;
+    cuda_on_cpu::races::deepest = 0;
+    return found;
 }
 
 // The launches from now on have fences.
@@ -450,8 +534,8 @@ inline void block_begins(unsigned, unsigned) {}
 inline void block_ends() {}
 inline void arrives_in(const char*) {}
 inline void all_wait(int) {}
-inline void warp_meets(unsigned, int) {}
-inline void lanes_meet(unsigned, unsigned) {}
+inline void warp_meets(unsigned, int, bool) {}
+inline void lanes_meet(unsigned, unsigned, bool) {}
 inline void works_for_warp(bool) {}
 inline void verified(const void*, size_t) {}
 struct Asked { unsigned time, waited; };

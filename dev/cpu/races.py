@@ -44,6 +44,8 @@ class Access(NamedTuple):
     what: str  # "writes", ...
     atomic: bool
     copies: bool  # asynchronously
+    constant: bool  # a read by __ldg
+    unfenced: bool  # a read of what another block announced without a fence
     places: list  # [(file, line)], from the innermost function outward
 
     def told(self, with_place=True):
@@ -58,15 +60,23 @@ class Race(UserError):
     """A race: `what`, such as "part[3]", two Accesses, and `why` nothing orders them, a
     sentence."""
 
-    def __init__(self, kernel, what, first, second, shared, under_way):
+    def __init__(self, kernel, what, first, second, shared, under_way, shuffled=False):
         self.what, self.first, self.second = what, first, second
-        self.why = reason(first, second, shared, under_way)
+        self.why = reason(first, second, shared, under_way, shuffled)
         super().__init__(f"kernels.cu: {kernel} has a race on {what}: {first.told()} and "
                          f"{second.told()}. {self.why}")
 
 
-def reason(first, second, shared, under_way):
-    """Why nothing orders two accesses, and what would."""
+def reason(first, second, shared, under_way, shuffled):
+    """Why nothing orders two accesses, and what would. shuffled: their warp has shuffled or voted
+    since the first."""
+    if second.unfenced:
+        return ("The block that writes it then writes another place, which this thread has read: a "
+                "GPU may show the other place first, and the old number here. Write "
+                "__threadfence() between the two")
+    if first.constant or second.constant:
+        return ("__ldg reads through a cache that does not see what the same launch writes, so a "
+                "GPU may give the old number. Read it without __ldg")
     if second.copies and shared and first.what == "writes" and not first.copies:
         return ("An asynchronous copy sees what a thread wrote to shared memory if that thread "
                 "then fences (fence.proxy.async) and meets the thread that copies at a barrier")
@@ -84,6 +94,9 @@ def reason(first, second, shared, under_way):
                 "__threadfence and a counter")
     if first.thread // 32 == second.thread // 32:
         why += ": the threads are of one warp, and no __syncwarp() or __syncthreads() comes between"
+        if shuffled:
+            why += (". A shuffle or a vote does, but it moves registers and orders no memory: "
+                    "write __syncwarp() behind the store")
     else:
         why += ": no __syncthreads() comes between"
     return why if shared else f"{why}. Or should each thread have a place of its own?"
@@ -139,12 +152,16 @@ def check(library, path, kernel, arrays):
     sides = [found["first"], found["second"]]
     places = lines_of(path, [side["pc"] for side in sides])
     first, second = (Access(tuple(side["block"]), side["thread"], verb(side), bool(side["atomic"]),
-                            bool(side["copies"]), where) for side, where in zip(sides, places))
+                            bool(side["copies"]), bool(side["constant"]),
+                            bool(side["unfenced"]), where)
+                     for side, where in zip(sides, places))
     raise Race(kernel, name_of(found, path, arrays), first, second, "name" in found,
-               bool(sides[0]["under_way"]))
+               bool(sides[0]["under_way"]), bool(found["shuffled"]))
 
 
 def verb(side):
+    if side["constant"]:
+        return "reads by __ldg"
     if side["copies"]:
         return "copies asynchronously to" if side["writes"] else "copies asynchronously from"
     return ("atomically " * bool(side["atomic"]) + ("changes" if side["writes"] else "reads")

@@ -4,21 +4,23 @@
 namespace cuda_on_cpu {
 
 // All functions of a warp are exchanges: each lane brings a value, and when all that the mask names have arrived, each
-// lane can read the values of the others until it enters the next exchange.
+// lane can read the values of the others until it enters the next exchange. Shuffles and votes move these values and
+// order no memory: "These intrinsics do not imply a memory barrier" (CUDA programming guide). __syncwarp orders it, and
+// so do instructions that touch memory for the whole warp, such as ldmatrix.
 template <class T> struct Exchange {
     unsigned lane, mask;  // mask: without lanes that this warp has not
     const char* slots;
 
     UNWATCHED Exchange(unsigned named, T value, const char* what, int line) {
-        meet(named, value, what, line, [](T*) {}, CALLER);
+        meet(named, value, what, line, [](T*) {}, CALLER, !strcmp(what, "__syncwarp"));
     }
     // The last lane to arrive does work for all of them, with the values of all. It touches a kernel's memory.
     template <class Work>
     __device__ Exchange(unsigned named, T value, const char* what, int line, Work work) {
-        meet(named, value, what, line, work, nullptr);
+        meet(named, value, what, line, work, nullptr, true);
     }
     template <class Work>
-    __device__ void meet(unsigned named, T value, const char* what, int line, Work work, const void* pc) {
+    __device__ void meet(unsigned named, T value, const char* what, int line, Work work, const void* pc, bool orders) {
         static_assert(sizeof(T) <= slot_bytes, "raise slot_bytes");
         Block& b = *block;
         const unsigned t = thread_number();
@@ -30,14 +32,24 @@ template <class T> struct Exchange {
         memcpy(s + lane * sizeof(T), &value, sizeof(T));
         b.next = max(b.next, b.place[t] + 1);
         const bool all = whole ? w.barrier.complete(what, line, w.size)
-                               : b.arrives_apart(t, mask, sizeof(T), what, line);
+                               : b.arrives_apart(t, mask, sizeof(T), what, line, orders);
         if (whole && all) {
             races::works_for_warp(true), work(reinterpret_cast<T*>(s)), races::works_for_warp(false);
-            races::warp_meets(t / 32, line);
+            races::warp_meets(t / 32, line, orders);
             w.waiting = 0, w.exchanges++;
         }
         if (!all || b.order != FORWARD) b.wait(t, what, line, all, whole ? w.lanes : mask, pc);
         waited = true;
+    }
+    // For a shuffle: what comes from a lane that does not take part is any number.
+    UNWATCHED T shown(unsigned i, int line, const char* file) const {
+        T value;
+        if (mask >> i % 32 & 1) memcpy(&value, slots + i % 32 * sizeof(T), sizeof(T));
+        else {
+            fill_with_poison(&value, sizeof(T), OF_LANES);
+            if (!missing.file) missing = {file, unsigned(line), thread_number(), i % 32};
+        }
+        return value;
     }
     UNWATCHED T of(unsigned i) const {
         T value;
@@ -94,27 +106,27 @@ __device__ void __syncwarp(unsigned mask = ~0u, FILE_AND_LINE) {
 // A warp is cut into parts of `width` lanes. Who would read from beyond its part reads its own value; a lane may read
 // from a lower part by __shfl_xor_sync alone.
 template <class T, class S = cuda_on_cpu::Shuffled<T>>
-__device__ S __shfl_sync(unsigned mask, T value, int lane, int width = 32, LINE) {
+__device__ S __shfl_sync(unsigned mask, T value, int lane, int width = 32, FILE_AND_LINE) {
     cuda_on_cpu::Exchange<S> warp(mask, value, "__shfl_sync", line);
-    return warp.of((warp.lane & -width) | (lane & (width - 1)));
+    return warp.shown((warp.lane & -width) | (lane & (width - 1)), line, file);
 }
 template <class T, class S = cuda_on_cpu::Shuffled<T>>
-__device__ S __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32, LINE) {
+__device__ S __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32, FILE_AND_LINE) {
     cuda_on_cpu::Exchange<S> warp(mask, value, "__shfl_up_sync", line);
     const unsigned inside = warp.lane & (width - 1);
-    return warp.of(inside < delta % 32 ? warp.lane : warp.lane - delta % 32);
+    return warp.shown(inside < delta % 32 ? warp.lane : warp.lane - delta % 32, line, file);
 }
 template <class T, class S = cuda_on_cpu::Shuffled<T>>
-__device__ S __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32, LINE) {
+__device__ S __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32, FILE_AND_LINE) {
     cuda_on_cpu::Exchange<S> warp(mask, value, "__shfl_down_sync", line);
     const unsigned inside = warp.lane & (width - 1);
-    return warp.of(inside + delta % 32 >= unsigned(width) ? warp.lane : warp.lane + delta % 32);
+    return warp.shown(inside + delta % 32 >= unsigned(width) ? warp.lane : warp.lane + delta % 32, line, file);
 }
 template <class T, class S = cuda_on_cpu::Shuffled<T>>
-__device__ S __shfl_xor_sync(unsigned mask, T value, int bits, int width = 32, LINE) {
+__device__ S __shfl_xor_sync(unsigned mask, T value, int bits, int width = 32, FILE_AND_LINE) {
     cuda_on_cpu::Exchange<S> warp(mask, value, "__shfl_xor_sync", line);
     const unsigned from = warp.lane ^ (bits & 31);
-    return warp.of(from > (warp.lane | unsigned(width - 1)) ? warp.lane : from);
+    return warp.shown(from > (warp.lane | unsigned(width - 1)) ? warp.lane : from, line, file);
 }
 
 __device__ unsigned __ballot_sync(unsigned mask, int vote, LINE) {

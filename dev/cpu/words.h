@@ -1,6 +1,8 @@
 // CUDA's functions of numbers: those that C++ has not. For cuda.h.
 //
-// The fast functions of a GPU, such as __expf, are the exact ones here. Nothing is said about their last bits.
+// The fast functions of a GPU, such as __expf, are made of its approximations of 2^x, log2 x, sin and cos, whose arguments
+// are multiplied in fp32 first: so __sinf of a large angle is off by the rounding of that product. Here that product is
+// rounded alike, and the approximation has the largest error that the CUDA programming guide gives.
 #pragma once
 
 using std::max;
@@ -57,19 +59,6 @@ __device__ float __saturatef(float x) { return x > 0.0f ? fminf(x, 1.0f) : 0.0f;
 #define __tanhf cuda_tanhf
 #define __sincosf cuda_sincosf
 #define __fdividef cuda_fdividef
-__device__ float __expf(float x) { return expf(x); }
-__device__ float __exp10f(float x) { return exp10f(x); }
-__device__ float __logf(float x) { return logf(x); }
-__device__ float __log2f(float x) { return log2f(x); }
-__device__ float __log10f(float x) { return log10f(x); }
-__device__ float __powf(float x, float y) { return powf(x, y); }
-__device__ float __sinf(float x) { return sinf(x); }
-__device__ float __cosf(float x) { return cosf(x); }
-__device__ float __tanf(float x) { return tanf(x); }
-__device__ float __tanhf(float x) { return tanhf(x); }
-__device__ void __sincosf(float x, float* s, float* c) { *s = sinf(x), *c = cosf(x); }
-__device__ float __fdividef(float a, float b) { return a / b; }
-
 // Rounded by itself: a product is never one with the sum behind it.
 namespace cuda_on_cpu {
 template <class T> __device__ T apart(T x) {
@@ -93,6 +82,33 @@ __device__ double __ddiv_rn(double a, double b) { return a / b; }
 __device__ double __fma_rn(double a, double b, double c) { return fma(a, b, c); }
 __device__ double __drcp_rn(double x) { return 1.0 / x; }
 __device__ double __dsqrt_rn(double x) { return sqrt(x); }
+
+// ---- the fast functions ----
+
+namespace cuda_on_cpu {
+// Numbers too small for an exponent become 0, as on a GPU.
+__device__ float flushed(float x) { return fabsf(x) < 1.17549435e-38f ? 0.0f * x : x; }
+__device__ float fast_exp2(float x) { return flushed(exp2f(flushed(x)) * 1.0000001f); }
+// Off by 2^-22 near 1, where the logarithm is small.
+__device__ float fast_log2(float x) { return log2f(flushed(x)) + (0.5f < x && x < 2.0f ? 2.4e-7f : 0.0f); }
+// Of an angle: how many turns, rounded; what is left of the last one, in radians; off by 2^-21.
+__device__ double last_turn(float x) { return 6.283185307179586 * remainder(double(apart(x * 0.15915494f)), 1.0); }
+}  // namespace cuda_on_cpu
+__device__ float __expf(float x) { return cuda_on_cpu::fast_exp2(cuda_on_cpu::apart(x * 1.44269504f)); }
+__device__ float __exp10f(float x) { return cuda_on_cpu::fast_exp2(cuda_on_cpu::apart(x * 3.32192809f)); }
+__device__ float __log2f(float x) { return cuda_on_cpu::fast_log2(x); }
+__device__ float __logf(float x) { return cuda_on_cpu::fast_log2(x) * 0.693147181f; }
+__device__ float __log10f(float x) { return cuda_on_cpu::fast_log2(x) * 0.301029996f; }
+__device__ float __powf(float x, float y) {
+    return cuda_on_cpu::fast_exp2(cuda_on_cpu::apart(y * cuda_on_cpu::fast_log2(x)));
+}
+__device__ float __sinf(float x) { return float(sin(cuda_on_cpu::last_turn(x))) + 3.6e-7f; }
+__device__ float __cosf(float x) { return float(cos(cuda_on_cpu::last_turn(x))) + 3.6e-7f; }
+__device__ void __sincosf(float x, float* s, float* c) { *s = __sinf(x), *c = __cosf(x); }
+__device__ float __tanf(float x) { return __sinf(x) / __cosf(x); }
+__device__ float __tanhf(float x) { return tanhf(x) * 1.0005f; }  // tanh.approx has 11 bits
+// A divisor beyond 2^126 gives 0.
+__device__ float __fdividef(float a, float b) { return fabsf(b) > 8.507059e37f && fabsf(b) <= FLT_MAX ? 0.0f * a : a / b; }
 
 // ---- from one type to another ----
 

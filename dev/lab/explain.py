@@ -265,6 +265,11 @@ def sanitizer_lines(file, begun, text):
     if match:
         said = match[1]
         bounds = re.search(r"index (-?\d+) out of bounds for type '(.*)'", said)
+        overflow = re.search(r"signed integer overflow: (-?\d+) ([-+*]) (-?\d+)", said)
+        if overflow:
+            return [f"an int overflows: {' '.join(overflow.groups())} is more than an int holds, "
+                    "2,147,483,647", file.line_of(text),
+                    "usually: write (size_t) in front of the first factor, and size_t for the index"]
         what = (f"index {bounds[1]} is out of bounds: the array is {bounds[2]}" if bounds else
                 misaligned(said) if "misaligned" in said else said)
         return [what, file.line_of(text)]
@@ -373,6 +378,30 @@ def without_value(file):
             yield file.quoted(number)
 
 
+def unset_lines(file, found):
+    """The lines on a result that depends on what nobody has written. found: {"kinds": of
+    grade.UNSET, "lane": [file, line, thread, lane] or None}."""
+    lines = []
+    if "lanes" in found["kinds"] and found["lane"]:
+        name, line, thread, lane = found["lane"]
+        own = Path(name) == file.path
+        lines += [f"a shuffle reads from a lane that its mask leaves out: lane {thread % 32} of warp "
+                  f"{thread // 32} reads from lane {lane}, and gets any number",
+                  file.quoted(line) if own else f"{Path(name).name}, line {line}",
+                  "usually: lanes without an item have returned, or the mask is that of an if. Keep "
+                  "all lanes, and give those without an item a neutral number"]
+    if "variables" in found["kinds"]:
+        lines += [f"a variable is read before it gets a value: {place}"
+                  for place in [*without_value(file)][:1]]
+        lines.append("usually: write float sum = 0.0f, or LOWEST for a maximum")
+    if "shared" in found["kinds"]:
+        lines += ["a number of shared memory is read that no thread of the block has written",
+                  *file.quoted_with(r"__shared__|DYNAMIC_SHARED")[:2],
+                  "usually: only threads with an item store, and a loop reads all. Let the others "
+                  "store a neutral number, such as 0"]
+    return lines
+
+
 def order_lines(file, text):
     """The lines on what Bench.check says: results that depend on the order of the threads, or a
     changed input."""
@@ -407,11 +436,14 @@ def complaint_lines(file, events, status, stderr, sanitize):
             return [*stuck_lines(file, text), at]
         if kind == "found race":
             return [*race_lines(file, told[0]), at]
-        if kind == "waste":
+        if kind in ("waste", "deep"):
             return [*told[0]["lines"], at]
         if kind == "outside":
             place = (told[0][key] for key in ("name", "number", "shape"))
             return [*own_names(file, [beyond("writes", *place)]), at]
+        if kind == "unset":
+            hidden = ", in a run where what nobody wrote had other bits" * told[0]["hidden"]
+            return [*own_names(file, [f"wrong: {text}{hidden}"]), *unset_lines(file, told[0]), at]
         if kind == "race":
             return [*order_lines(file, text), at]
         return [*own_names(file, [f"wrong: {text}", *told[0]["lines"]]), at]

@@ -35,11 +35,12 @@ from dev.common.nvrtc import has_nvrtc
 from dev.cpu import races
 from dev.cpu.emulated import Emulated
 from dev.cpu.host import compiler_of
-from dev.lab import on_gpus
+from dev.lab import large, on_gpus
 from dev.lab.bench import GUARD, Bench
 from dev.lab.causes import describe_wrong, facts_of, wrong_number
 from dev.lab.exercises import EXERCISES, checks_of, version_of
-from dev.lab.explain import LOOP, complaint_lines, printed_lines, warning_lines
+from dev.lab.explain import (LOOP, complaint_lines, functions_of, printed_lines, unset_lines,
+                             warning_lines)
 from dev.lab.ladder import LAB, larger
 from dev.lab.submission import MODEL, Submission
 from dev.lab.workers import sources_of
@@ -132,7 +133,7 @@ def run_child(job, variables=None):
 # before it.
 COMPILER, GPU_COMPILER, LAUNCH, ACCESS, RACE, RESULT, WASTE, SLOW = range(8)
 KINDS = {"stuck": ACCESS, "found race": RACE, "waste": WASTE, "outside": RESULT, "race": RESULT,
-         "wrong": RESULT}
+         "wrong": RESULT, "unset": RESULT, "kept": RESULT, "deep": RESULT}
 
 
 def complaint_of(file, result, look_for):
@@ -451,6 +452,10 @@ def child(job):
                 send(event="right", file=path, dtype=dtype)
 
 
+# What reads a number that others write by atomics.
+ANNOUNCED = r"\bvolatile\b|\b__ldc[gv]\b|\batomic\w+\s*\([^;]*,\s*0(?:\.0*)?f?\s*\)"
+
+
 def run_all(job, device, file):
     """What is wrong with a student's kernel, as a dict, or None."""
     ladder, version = file.ladder, file.version
@@ -458,6 +463,8 @@ def run_all(job, device, file):
     kernel, remarks = device.kernels[file.run], {}
     if device.races and "fence" in file.code:
         device.library.races_fences()
+    if device.races and re.search(ANNOUNCED, file.code):
+        device.library.races_announced()
     counts = job.get("waste") and device.races and device.dtype == "fp32"
     reference = Reference(ladder) if counts else None
     for bench, sizes, threads in launches_of(file, device, kernel):
@@ -484,14 +491,81 @@ def run_all(job, device, file):
                 remarks = {remark: where} if remark else remarks
         else:
             seconds = PATIENCE if job.get("races") else math.inf
-            complaint = checked(bench, version, choice, file.code, job["look_for"], drawn == sizes,
-                                seconds)
+            complaint = kept_between_launches(bench, version, choice, file) or checked(
+                bench, version, choice, file.code, job["look_for"], drawn == sizes, seconds)
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         if complaint:
             return complaint
+    if device.races:
+        if complaint := too_deep(device, file):
+            return complaint
+        for line in stored_alike(device, file):
+            send(event="remark", file=str(file.path), text=line)
+    elif complaint := at_large_sizes(job, device, file):
+        return complaint
     for remark, where in remarks.items():
         send(event="remark", file=str(file.path), text=f"{remark} (at the sizes {where})")
     return None
+
+
+# A GPU gives each thread 1,024 bytes for calls that return, unless its program asks for more, and a
+# call takes 16 of them at least.
+MOST_DEEP = 1024 // 16
+
+
+def too_deep(device, file):
+    """What is wrong with functions that call themselves, as a dict, or None."""
+    deep = device.library.races_deepest()
+    if deep <= MOST_DEEP:
+        return None
+    return dict(kind="deep", lines=[
+        f"its calls are {deep:,} deep: a GPU gives each thread a stack of 1,024 bytes, where a call "
+        f"takes at least 16, so no more than {MOST_DEEP} fit", *recursive_lines(file),
+        "usually: a function calls itself for each number. Halve the work in each call, or write a "
+        "loop"])
+
+
+def recursive_lines(file):
+    """The quoted line of a function that calls itself."""
+    for name in functions_of(file):
+        for body in re.finditer(rf"\b{name}\s*\([^;{{}}()]*\)\s*\{{(.*?)^\}}", file.code, re.S | re.M):
+            if re.search(rf"\b{name}\s*\(", body[1]):
+                return [file.quoted(file.code[: body.start()].count("\n") + 1)]
+    return []
+
+
+def stored_alike(device, file):
+    """A remark where all lanes of a warp store one number in one place."""
+    device.library.races_alike.restype = ctypes.c_size_t
+    if at := device.library.races_alike():
+        own = [line for place in races.lines_of(device.path, [at]) for name, line in place
+               if os.path.abspath(name) == str(file.path)]
+        yield ("several lanes of a warp store the same number in one place: let one of them do it: "
+               f"if (threadIdx.x % 32 == 0) ... ({file.quoted(own[0])})" if own else
+               "several lanes of a warp store the same number in one place: let one of them do it")
+
+
+def at_large_sizes(job, device, file):
+    """What is wrong at the trainer's own sizes, as a dict, or None."""
+    sizes = large.sizes_of(file)
+    if not sizes or job["look_for"] != BOUNDS or device.dtype != "fp32":
+        return None
+    try:
+        arrays = large.arrays_of(file, device.real)
+    except (OSError, ValueError):
+        return None
+    where = ",".join(f"{key}={value}" for key, value in sizes.items())
+    send(event="begins", file=str(file.path), sizes=f"{where}, of README's training", one=None,
+         dtype=device.dtype, limit=job["limit"], arrays={
+             name: [array.ctypes.data, array.nbytes, array.itemsize, array.shape]
+             for name, array in arrays.items()})
+    try:
+        name = large.launch(device, file, arrays)
+    except UserError as e:
+        return dict(kind="stuck", text=str(e))
+    return name and dict(kind="wrong", text=f"the last number of {name} was never written",
+                         lines=["usually: an int overflowed, since there are more than 2^31 "
+                                "numbers. Write size_t i, and (size_t)row * Vp"])
 
 
 def launches_of(file, device, kernel):
@@ -523,6 +597,28 @@ def launches_of(file, device, kernel):
         yield bench, drawn, kernel.threads
 
 
+# A variable of the whole GPU that a kernel may change
+DEVICE_VARIABLE = (r"^\s*(?:static\s+)?__device__\s+(?!.*\b(?:const|constexpr)\b)(?:volatile\s+)?"
+                   r"\w[\w\s]*?\b\w+\s*(?:\[[^\]]*\]\s*)*(?:=[^;]*)?;")
+
+
+def kept_between_launches(bench, version, choice, file):
+    """What is wrong in a second launch that was right in the first one, as a dict, or None."""
+    lines = file.quoted_with(DEVICE_VARIABLE)
+    if not lines or bench.device.races:
+        return None
+    try:
+        first, second = (bench.check(version, choice, ORDERS[:1]) for _ in range(2))
+    except (AssertionError, UserError):
+        return None  # it is said by what follows
+    if first.place is not None or second.place is None:
+        return None
+    return dict(kind="kept", text=f"{wrong_number(second, False)}, in the second launch; the first "
+                "was right", lines=["its variable keeps its value from launch to launch, and is not "
+                                    "set back:", *lines[:2], "usually: the last block sets a "
+                                    "counter back to 0, as it is the last to use it"])
+
+
 def launched(bench, version, choice, look_for):
     """Launch once. The sanitizers end this process if they find something; a race is returned."""
     work = next(bench.launches(version, choice))
@@ -549,8 +645,9 @@ def checked(bench, version, choice, code, look_for=None, drawn=False, seconds=ma
     """What is wrong with a version, as a dict, or None. drawn: at sizes for which no limit was
     tried. seconds: after which no other order of the threads is tried."""
     around = (lambda: unreadable(bench)) if look_for == BOUNDS else contextlib.nullcontext
+    loose = 8 if drawn else 1
     try:
-        comparison = bench.check(version, choice, orders_within(seconds), around, 8 if drawn else 1)
+        comparison = bench.check(version, choice, orders_within(seconds), around, loose)
     except UserError as e:
         return dict(kind="stuck", text=str(e))
     except AssertionError as e:
@@ -559,11 +656,56 @@ def checked(bench, version, choice, code, look_for=None, drawn=False, seconds=ma
         if name in bench.guarded:
             return dict(kind="outside", **outside(bench, name))
         return dict(kind="race", text=text)
+    device = bench.device
+    found = device.students and with_poison(bench, version, choice, around, loose, comparison)
+    if found:
+        return dict(kind="unset", text=wrong_number(found[0], False), kinds=found[1],
+                    lane=found[2], hidden=comparison.place is None)
     if comparison.place is None:
         return None
     facts = facts_of(bench, comparison, code)
     return dict(kind="wrong", text=wrong_number(comparison, facts.never_there),
                 lines=describe_wrong(facts))
+
+
+# In what nobody has written, once each: large numbers, since a maximum hides a NaN, a minimum hides
+# the one that is large and positive, and a sum hides 0. As floats, pairs of bf16 and doubles.
+POISONS = 0x7F617F61, 0xFF61FF61, 0
+NAN = 2**32 - 1
+UNSET = "shared", "variables", "lanes"  # the kinds of it, as in cuda.h
+
+
+def with_poison(bench, version, choice, around, loose, first):
+    """(a wrong Comparison, the UNSET that it comes from, [file, line, thread, lane] of a shuffle from
+    a lane outside of its mask) if a result depends on what nobody has written; or None. first: the
+    Comparison with NaN there, which may be wrong already."""
+    library = bench.device.library
+    library.missing_lane.restype = ctypes.c_char_p
+
+    def run(*bits):
+        library.set_poison(*map(ctypes.c_uint, bits))
+        try:
+            comparison = bench.check(version, choice, ORDERS[:1], around, loose)
+        finally:
+            library.set_poison(*[ctypes.c_uint(NAN)] * 3)
+        return comparison, [bench.result(bench.sets[0], name).tobytes() for name in bench.truth]
+
+    def wrong(*bits):
+        comparison, numbers = run(*bits)
+        return (comparison.place is not None if first.place is None else numbers != before) and (
+            comparison)
+
+    with contextlib.suppress(AssertionError, UserError):
+        before = first.place is not None and run(NAN, NAN, NAN)[1]
+        for poison in POISONS:
+            if comparison := wrong(poison, poison, poison):
+                kinds = [kind for i, kind in enumerate(UNSET)
+                         if wrong(*(poison if i == j else NAN for j in range(3)))]
+                numbers = (ctypes.c_uint * 3)()
+                name = library.missing_lane(numbers)
+                return (first if first.place is not None else comparison, kinds or [*UNSET],
+                        name and [name.decode(), *numbers])
+    return None
 
 
 def outside(bench, name):
