@@ -14,6 +14,10 @@ ENTRY = re.compile(r"entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) by
                    r"(?:(?:(?!Compil).)*?(\d+) bytes smem)?")
 
 
+# In PTX: a kernel with its body, and what computes in double
+BODY = re.compile(r"^\.visible \.entry (\w+)\(.*?^\}", re.M | re.S)
+DOUBLE = re.compile(r"^\s*(?:@!?%p\d+ )?(?:add|sub|mul|fma|div|rcp|sqrt|min|max)[.\w]*\.f64\s",
+                    re.M)
 CONSTANT = re.compile(r"\.const \.align 4 \.b8 (\w+)\[(\d+)\] = \{([\d, ]*)\}")  # in PTX
 
 
@@ -23,6 +27,7 @@ class Used(NamedTuple):
     registers: int
     spilled: int
     shared: int
+    doubles: int = 0  # instructions that compute in double
 
 
 class NotCompiled(Exception):
@@ -63,8 +68,11 @@ def compile_cuda(text, gpu, flags):
     for entry in log.split("Compiling ")[1:]:
         name, stores, loads, registers, shared = ENTRY.search(entry.replace("\n", " ")).groups()
         used[name] = Used(int(registers), int(stores) + int(loads), int(shared or 0))
-    arrays = {}
-    for name, size, values in CONSTANT.findall(nvrtc.getPTX(program).decode()):
+    ptx, arrays = nvrtc.getPTX(program).decode(), {}
+    for body in BODY.finditer(ptx):
+        if body[1] in used:
+            used[body[1]] = used[body[1]]._replace(doubles=len(DOUBLE.findall(body[0])))
+    for name, size, values in CONSTANT.findall(ptx):
         given = bytes(map(int, values.split(",")))  # PTX leaves out zeros at the end
         arrays[name] = memoryview(given.ljust(int(size), b"\0")).cast("i").tolist()
     return log, used, arrays

@@ -87,7 +87,7 @@ def in_functions(code):
         inside[i] = kinds[-1]
         if letter == "{":
             before = code[begin:i].strip()
-            struct = re.search(r"(?:^|[^\w])(?:struct|union|class|enum|namespace|extern)\b[^()]*$|=$",
+            struct = re.search(r"\b(?:struct|union|class|enum|namespace|extern)\b[^()]*$|=$",
                                before)
             opens = before.endswith((")", "]", "else", "do", "const", "mutable", "noexcept"))
             kinds.append(not struct and (kinds[-1] or opens))
@@ -101,7 +101,9 @@ def in_functions(code):
 def with_unset(text):
     """A student's text with cuda.h's UNSET(name) behind the declaration of each variable of a
     function that gets no value: on the CPU it then has the bits that a test chooses."""
-    bare = re.sub(r'"(?:\\.|[^"\\\n])*"', lambda found: " " * len(found[0]), without_comments(text))
+    bare = re.sub(
+        r'"(?:\\.|[^"\\\n])*"', lambda found: " " * len(found[0]), without_comments(text)
+    )
     inside = in_functions(bare)
 
     def add(found):
@@ -145,4 +147,8 @@ def for_cpu(text, halves):
             return f"EXTERN_SHARED({of}, {name});" + "\n" * found[0].count("\n")
         return f"\n#define {name} GLOBAL_SHARED({of}, {name})\n#line {line}\n"
 
-    return "#define __CUDA_ARCH__ 800\n#line 1\n" + EXTERN.sub(shared, text)
+    arch = "#ifndef __CUDA_ARCH__\n#define __CUDA_ARCH__ 800\n#endif\n#line 1\n"
+    heap = "#define malloc cuda_on_cpu::take\n" if re.search(r"\bmalloc\s*\(", bare) else ""
+    heap += "#define new new (cuda_on_cpu::heap)\n" if re.search(r"\bnew\b", bare) else ""
+    after = "\n#undef malloc\n#undef new\n" if heap else ""
+    return heap + arch + EXTERN.sub(shared, text) + after

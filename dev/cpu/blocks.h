@@ -450,6 +450,7 @@ const char* launch(const char* name, void (*run)(void**), const unsigned* grid, 
             fill_with_poison(dynamic_shared, shared_bytes, OF_SHARED);
             races::shared_variable("", dynamic_shared, shared_bytes, 4, "0");
             races::block_begins(unsigned(n), unsigned(blocks));
+            if (most_of_heap) memset(heap_of_thread, 0, sizeof heap_of_thread);
             const bool done = b.run_all();
             races::block_ends();
             if (done) continue;
@@ -478,6 +479,13 @@ const char* launch(const char* name, void (*run)(void**), const unsigned* grid, 
 
 // The order of the threads in all launches from now on: FORWARD, REVERSE, or a number from 1 on, which shuffles.
 extern "C" __attribute__((visibility("default"))) void set_order(int order) { cuda_on_cpu::order_of_launches = order; }
+
+// The most bytes that a thread has taken of the heap since the last call.
+extern "C" __attribute__((visibility("default"))) size_t heap_most() {
+    const size_t most = cuda_on_cpu::most_of_heap;
+    cuda_on_cpu::most_of_heap = 0;
+    return most;
+}
 
 // Do launches run only the last block of their grid from now on?
 extern "C" __attribute__((visibility("default"))) void set_last_block(int only) { cuda_on_cpu::only_last_block = only; }

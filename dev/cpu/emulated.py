@@ -124,20 +124,25 @@ class Emulated(Host):
         spaces = dict.fromkeys(name for path, text in texts.items() if path not in self.students
                                for name in re.findall(r"^namespace (\w+) \{", text, re.M))
 
-        def program(called):
-            """What is compiled, with files called as called(path) says."""
+        def program(called, students=True):
+            """What is compiled, with files called as called(path) says; without students', only
+            what is the same for all of theirs."""
             return "".join([
                 f'#include "{called(HEADER)}"\n',
-                *(f'#line 1 "{called(path)}"\n{text}\n' for path, text in texts.items()),
-                *(f"using namespace {name};\n" for name in spaces),  # in which kernels may be
-                *(f"CPU_KERNEL({name})\n" for name in self.kernels)])
+                *(f'#line 1 "{called(path)}"\n{text}\n' for path, text in texts.items()
+                  if students or path not in self.students),
+                # in which kernels may be
+                *(f"using namespace {name};\n" for name in spaces if students),
+                *(f"CPU_KERNEL({name})\n" for name in self.kernels if students)])
 
         # Copies of the repository share libraries, unless a flag names a folder or a debugger is to
         # find lines of one.
         debugged = self.students or any(flag.startswith("-g") for flag in flags)
         named = program(str if debugged else lambda path: path.name)
+        # Students' files are the last, so the compiler can keep what it made of the others.
+        ahead = program(str, students=False) if self.students else ""
         path, self.warnings = compiled("kernels.cu", flags, program(str), named, HEADERS, libraries,
-                                       bool(self.students))
+                                       bool(self.students), ahead)
         return path
 
     def set_order(self, order, name="order"):

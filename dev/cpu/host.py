@@ -1,5 +1,6 @@
 """What both devices of the CPU share: the verbs of train_gpt2.Cuda that need no kernel, products by
 NumPy's BLAS; and how C++ is compiled, once for these files, flags and this processor."""
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -10,6 +11,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
+import time
 from pathlib import Path
 
 from prepro_tinyshakespeare import UserError, replace_file
@@ -134,10 +136,11 @@ def checksum(library, warnings):
     return hashlib.sha256(library + warnings.encode()).hexdigest()
 
 
-def compiled(what, flags, source, named=None, files=(), libraries=(), warns=False):
+def compiled(what, flags, source, named=None, files=(), libraries=(), warns=False, ahead=""):
     """(the path of a shared library, the compiler's warnings if warns). It is compiled from the
     text `source`, unless it has been with these flags, for the same processor. named: the source,
-    if it names files otherwise than the cache should; files: what it includes."""
+    if it names files otherwise than the cache should; files: what it includes; ahead: a beginning
+    of the source that others share: it is compiled once."""
     compiler, cache = found_compiler(), cache_folder()
 
     def library_of(flags):
@@ -154,7 +157,8 @@ def compiled(what, flags, source, named=None, files=(), libraries=(), warns=Fals
         flags = without_openmp(flags)
         library = library_of(flags)
     with compiling.setdefault(library, threading.Lock()):  # one thread of this process
-        return find_or_compile(what, [compiler, *flags], source, library, libraries, warns)
+        return find_or_compile(what, [compiler, *flags], source, library, libraries, warns, ahead,
+                               files)
 
 
 # What g++ says of a function that calls itself, and must be inlined
@@ -186,7 +190,35 @@ def lacks_openmp(compiler, *flags):
     return lacks
 
 
-def find_or_compile(what, command, source, library, libraries, warns):
+PRECOMPILED_DAYS = 7  # after which a precompiled header that nobody has used is removed
+
+
+def precompiled(command, text, cache, files):
+    """The flags that include what g++ has made of a text, once for these flags and files; [] if it
+    cannot."""
+    if "-D__CUDA_ARCH__" in " ".join(command):
+        return []  # rare, and a header of its own costs more than it saves
+    key = hashlib.sha256("\0".join([*command, text, *(path.read_text("utf-8") for path in files)]
+                                   ).encode())
+    header = cache / f"ahead_{key.hexdigest()[:16]}.h"
+    made = header.with_suffix(".h.gch")
+    if not made.exists():
+        with tempfile.TemporaryDirectory(prefix="compiling_", dir=cache) as folder:
+            own = Path(folder) / header.name
+            own.write_text(text, encoding="utf-8")
+            done = run_compiler([*command, "-x", "c++-header", own, "-o", f"{own}.gch"])
+            if done.returncode or not Path(f"{own}.gch").exists():
+                return []
+            os.replace(own, header)
+            os.replace(f"{own}.gch", made)
+        for old in cache.glob("ahead_*"):
+            with contextlib.suppress(OSError):
+                if time.time() - old.stat().st_atime > PRECOMPILED_DAYS * 86400:
+                    old.unlink()
+    return ["-include", header]
+
+
+def find_or_compile(what, command, source, library, libraries, warns, ahead="", files=()):
     """As compiled, given the compiler with its flags and the library's path."""
     compiler, *flags = command
     cache = library.parent
@@ -202,9 +234,11 @@ def find_or_compile(what, command, source, library, libraries, warns):
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="compiling_", dir=cache) as folder:
             temporary = Path(folder) / library.name
+            ahead = ahead * source.startswith(ahead)
+            shared = precompiled(command, ahead, cache, files) if ahead else []
             for _ in range(2):  # again with recursion, if it is there
-                done = run_compiler([compiler, *flags, "-x", "c++", "-", *libraries, "-o",
-                                     temporary], source)
+                done = run_compiler([compiler, *flags, *shared, "-x", "c++", "-", *libraries, "-o",
+                                     temporary], source[len(ahead) * bool(shared):])
                 if done.returncode == 0:
                     made, warnings = temporary.read_bytes(), done.stderr if warns else ""
                     replace_file(library, [made])
@@ -212,7 +246,7 @@ def find_or_compile(what, command, source, library, libraries, warns):
                     return library, warnings
                 if not RECURSIVE.search(done.stderr):
                     break
-                flags += RECURSION
+                flags, shared = [*flags, *RECURSION], []
     except OSError as e:
         raise UserError(f"{cache}: compiled kernels could not be kept there ({e.strerror}); "
                         "set XDG_CACHE_HOME to a folder that can be written") from None

@@ -87,6 +87,25 @@ QUIET inline void fill_with_poison(void* p, size_t bytes, Poison kind) {
 }
 template <class T> QUIET inline void unset(T& x) { fill_with_poison(&x, sizeof x, OF_VARIABLES); }
 }  // namespace cuda_on_cpu
+// A GPU's heap, of which each allocation takes 16 bytes more than was asked for. Counts what each thread of a block has
+// of it, and the most that one has had.
+namespace cuda_on_cpu {
+static size_t heap_of_thread[1024], most_of_heap;
+enum Heap { heap };
+QUIET inline void takes_of_heap(size_t bytes);
+QUIET inline void* take(size_t bytes) {
+    takes_of_heap(bytes);
+    return malloc(bytes);
+}
+}  // namespace cuda_on_cpu
+inline void* operator new(size_t bytes, cuda_on_cpu::Heap) {
+    cuda_on_cpu::takes_of_heap(bytes);
+    return ::operator new(bytes);
+}
+inline void* operator new[](size_t bytes, cuda_on_cpu::Heap) {
+    cuda_on_cpu::takes_of_heap(bytes);
+    return ::operator new[](bytes);
+}
 // student_text.py puts this behind the declaration of a variable without a first value. The race finder leaves it to
 // the compiler, which warns.
 #ifdef __SANITIZE_THREAD__
@@ -121,6 +140,14 @@ template <class T> __device__ T __ldcv(const T* p) { return __ldcg(p); }
 template <class T> __device__ void __stwb(T* p, typename cuda_on_cpu::Same<T>::Type x) { *p = x; }
 template <class T> __device__ void __stcg(T* p, typename cuda_on_cpu::Same<T>::Type x) { *p = x; }
 template <class T> __device__ void __stwt(T* p, typename cuda_on_cpu::Same<T>::Type x) { *p = x; }
+
+namespace cuda_on_cpu {
+QUIET inline void takes_of_heap(size_t bytes) {
+    size_t& mine = heap_of_thread[thread_number()];
+    mine += (bytes + 15) / 16 * 16 + 16;
+    most_of_heap = mine > most_of_heap ? mine : most_of_heap;
+}
+}  // namespace cuda_on_cpu
 
 // What a float's bits are as another type, and back.
 namespace cuda_on_cpu {

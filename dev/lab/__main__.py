@@ -249,7 +249,7 @@ def check_file(file, device, recorded):
         if device == "cpu":
             raise UserError("--record enters a time on a GPU, and there is none here")
     print(f"{file}: compiled for the CPU, and compared with NumPy ...", flush=True)
-    judged = grade.grade_file(file)
+    judged = grade.grade_file(file, lambda line: say([line]))
     say([f"it printed: {line}" for line in [*dict.fromkeys(judged.printed)][:10]])
     if judged.lines:
         say(judged.lines)

@@ -269,7 +269,8 @@ def sanitizer_lines(file, begun, text):
         if overflow:
             return [f"an int overflows: {' '.join(overflow.groups())} is more than an int holds, "
                     "2,147,483,647", file.line_of(text),
-                    "usually: write (size_t) in front of the first factor, and size_t for the index"]
+                    "usually: write (size_t) in front of the first factor, and size_t for the "
+                    "index"]
         what = (f"index {bounds[1]} is out of bounds: the array is {bounds[2]}" if bounds else
                 misaligned(said) if "misaligned" in said else said)
         return [what, file.line_of(text)]
@@ -340,6 +341,26 @@ def stuck_lines(file, text):
             f"earlier. All threads of the {all_of} must reach it"]
 
 
+def cast_lines(file, dtype):
+    """The lines on a cast of a real* to a float*, which goes wrong in bf16 alone."""
+    reals = [re.findall(r"\w+", text)[-1] for text in file.kernel.parameters
+             if re.search(r"\breal\b", text)]
+    cast = r"(?:\((?:const )?\s*float\s*\*\s*\)|reinterpret_cast<(?:const )?float\s*\*>\(|"
+    cast += r"\((?:const )?\s*float[24]\s*\*\s*\)|reinterpret_cast<(?:const )?float[24]\s*\*>\()"
+    places = file.quoted_with(rf"{cast}\s*&?\s*\(?(?:{'|'.join(reals)})\b") if reals else []
+    if dtype != "bf16" or not places or re.search(r"\bBF16\b|sizeof\s*\(?\s*real", file.code):
+        return []
+    return ["in bf16 a real has 2 bytes, and this takes two of them for one float:", places[0],
+            "read with to_float(x[i]), or with load<n>(p), which knows what a real is"]
+
+
+def plane_lines(file):
+    """The lines on a block that is meant to have two dimensions."""
+    places = file.quoted_with(r"\bthreadIdx\.[yz]\b")
+    return places and ["blocks are one-dimensional here, so threadIdx.y is always 0. Write "
+                       "x = threadIdx.x % 32 and y = threadIdx.x / 32:", places[0]]
+
+
 def own_names(file, lines):
     """Lines with the arguments' names as they are in a student's file: some have other names in the
     lab."""
@@ -385,11 +406,11 @@ def unset_lines(file, found):
     if "lanes" in found["kinds"] and found["lane"]:
         name, line, thread, lane = found["lane"]
         own = Path(name) == file.path
-        lines += [f"a shuffle reads from a lane that its mask leaves out: lane {thread % 32} of warp "
-                  f"{thread // 32} reads from lane {lane}, and gets any number",
+        lines += [f"a shuffle reads from a lane that its mask leaves out: lane {thread % 32} of "
+                  f"warp {thread // 32} reads from lane {lane}, and gets any number",
                   file.quoted(line) if own else f"{Path(name).name}, line {line}",
-                  "usually: lanes without an item have returned, or the mask is that of an if. Keep "
-                  "all lanes, and give those without an item a neutral number"]
+                  "usually: lanes without an item have returned, or the mask is that of an if. "
+                  "Keep all lanes, and give those without an item a neutral number"]
     if "variables" in found["kinds"]:
         lines += [f"a variable is read before it gets a value: {place}"
                   for place in [*without_value(file)][:1]]
@@ -428,40 +449,42 @@ def complaint_lines(file, events, status, stderr, sanitize):
         raise UserError(refusal[0])
     own = [event for event in events if event.get("file") == str(file.path)]
     begun = [event for event in own if event["event"] == "begins"]
-    at = f"at the sizes {begun[-1]['sizes']}, in {begun[-1]['dtype']}" if begun else ""
+    at = [f"at the sizes {begun[-1]['sizes']}, in {begun[-1]['dtype']}" if begun else ""]
     told = [event for event in own if event["event"] == "complaint"]
+    if begun and (told or status):
+        at = [*cast_lines(file, begun[-1]["dtype"]), *plane_lines(file), *at]
     if told:
         kind, text = told[0]["kind"], told[0].get("text", "")
         if kind == "stuck":
-            return [*stuck_lines(file, text), at]
+            return [*stuck_lines(file, text), *at]
         if kind == "found race":
-            return [*race_lines(file, told[0]), at]
+            return [*race_lines(file, told[0]), *at]
         if kind in ("waste", "deep"):
-            return [*told[0]["lines"], at]
+            return [*told[0]["lines"], *at]
         if kind == "outside":
             place = (told[0][key] for key in ("name", "number", "shape"))
-            return [*own_names(file, [beyond("writes", *place)]), at]
+            return [*own_names(file, [beyond("writes", *place)]), *at]
         if kind == "unset":
             hidden = ", in a run where what nobody wrote had other bits" * told[0]["hidden"]
-            return [*own_names(file, [f"wrong: {text}{hidden}"]), *unset_lines(file, told[0]), at]
+            return [*own_names(file, [f"wrong: {text}{hidden}"]), *unset_lines(file, told[0]), *at]
         if kind == "race":
-            return [*order_lines(file, text), at]
-        return [*own_names(file, [f"wrong: {text}", *told[0]["lines"]]), at]
+            return [*order_lines(file, text), *at]
+        return [*own_names(file, [f"wrong: {text}", *told[0]["lines"]]), *at]
     if status in (-signal.SIGALRM, -signal.SIGVTALRM):
         loops = " and in line ".join(map(str, file.numbers_with(LOOP)))
         which = f" There is one in line {loops}." if loops else ""
         return [f"it did not end within {begun[-1]['limit']} seconds. Does a loop never "
-                f"end?{which}", at]
+                f"end?{which}", *at]
     if sanitize and begun and status:
         lines = sanitizer_lines(file, begun[-1], stderr)
         if lines:
-            return [*own_names(file, filter(None, lines)), at]
+            return [*own_names(file, filter(None, lines)), *at]
     if status < 0:
         name = signal.Signals(-status).name
-        return [f"it crashed ({name}): most likely an index is far outside of its array", at]
+        return [f"it crashed ({name}): most likely an index is far outside of its array", *at]
     if any(event["event"] == "right" for event in own):
         return []
     if status and begun:
         return [f"it ended its process with status {status}: "
-                f"{' '.join(stderr.strip().splitlines()[-1:])}", at]
+                f"{' '.join(stderr.strip().splitlines()[-1:])}", *at]
     return None

@@ -39,9 +39,8 @@ from dev.lab import large, on_gpus
 from dev.lab.bench import GUARD, Bench
 from dev.lab.causes import describe_wrong, facts_of, wrong_number
 from dev.lab.exercises import EXERCISES, checks_of, version_of
-from dev.lab.explain import (LOOP, complaint_lines, functions_of, printed_lines, unset_lines,
-                             warning_lines)
-from dev.lab.ladder import LAB, larger
+from dev.lab.explain import LOOP, complaint_lines, functions_of, printed_lines, warning_lines
+from dev.lab.ladder import LAB, larger, parse_sizes
 from dev.lab.submission import MODEL, Submission
 from dev.lab.workers import sources_of
 from prepro_tinyshakespeare import UserError
@@ -89,9 +88,9 @@ class Processes:
     def __init__(self):
         self.running, self.over, self.lock = set(), False, threading.Lock()
 
-    def run(self, job, variables=None, begun=lambda: None):
+    def run(self, job, variables=None, heard=lambda event: None):
         """(events, exit status, stderr) of a job in a process of its own; None if it was stopped.
-        begun() is called when it has compiled the file."""
+        heard(event) is called for each event as it comes."""
         environment = {**os.environ, "LC_ALL": "C.UTF-8",
                        **(variables or {"CXXFLAGS": os.environ.get("CXXFLAGS", "")})}
         with self.lock, tempfile.TemporaryFile() as said:
@@ -107,8 +106,7 @@ class Processes:
             for line in process.stdout:
                 if line.startswith(b"{"):
                     events.append(json.loads(line))
-                    if events[-1]["event"] == "compiled":
-                        begun()
+                    heard(events[-1])
             process.wait()
             said.seek(0)
             err = said.read().decode(errors="replace")
@@ -165,6 +163,34 @@ def complaint_of(file, result, look_for):
     return (KINDS[told[0]["kind"]] if told else ACCESS, lines), True
 
 
+class Job(NamedTuple):
+    """What a process does."""
+    look_for: str
+    dtypes: list
+    first: int  # the first kind of complaint that may come of it
+    arch: int = 0  # __CUDA_ARCH__, if it is another than that of an A100
+
+
+ARCHES = 750, 900, 1200  # others that a file may ask for: of a T4, an H100, an RTX 5070
+
+
+def jobs_of(file, variables):
+    """The Jobs for a Submission, the first to be run first."""
+    def job(look_for, dtype, first, arch=0):
+        return Job(look_for if variables[look_for] else None, [dtype], first, arch)
+
+    # the first line of the answer is fp32's; the race finder counts version 1's work, too
+    jobs = [job(BOUNDS, file.dtypes[0], COMPILER)]
+    jobs += [job(RACES, file.dtypes[0], RACE)] * bool(variables[RACES])
+    jobs += [Job(GPU, file.dtypes, GPU_COMPILER)] * has_nvrtc()
+    for dtype in file.dtypes[1:]:
+        jobs.append(job(BOUNDS, dtype, COMPILER))
+        jobs += [job(RACES, dtype, RACE)] * bool(variables[RACES])
+    if "__CUDA_ARCH__" in file.code:
+        jobs += [job(BOUNDS, file.dtypes[0], COMPILER, arch) for arch in ARCHES]
+    return jobs
+
+
 class Judgement(NamedTuple):
     """What is said of a student's file."""
     lines: list  # what is wrong; [] if the file is right
@@ -176,34 +202,37 @@ class Judgement(NamedTuple):
     printed: list = ()  # what the kernel has printed, in one of the processes
 
 
-def grade_file(file):
-    """The Judgement of a Submission. Raises UserError."""
+def grade_file(file, say=lambda line: None):
+    """The Judgement of a Submission. say(line) is called with what is known, as it goes. Raises
+    UserError."""
     path, dtypes = str(file.path), file.dtypes
+    if lines := on_gpus.bound_lines(file):
+        return Judgement(lines, {}, dtypes, [])
     variables = {BOUNDS: sanitizer_variables(), RACES: race_variables()}
     job = dict(compile=[path], run=[path], compare=True, waste=True, races=bool(variables[RACES]))
-    # (what to look for, its dtypes, the first kind of complaint that may come of it)
-    jobs = [*[(GPU, dtypes, GPU_COMPILER)] * has_nvrtc(),
-            *((look_for if variables[look_for] else None, [dtype], kind) for dtype in dtypes
-              for look_for, kind in ((BOUNDS, COMPILER), (RACES, RACE))
-              if variables[look_for] or look_for == BOUNDS)]
+    jobs = jobs_of(file, variables)
     looked = {BOUNDS: bool(variables[BOUNDS]), RACES: bool(variables[RACES]), GPU: has_nvrtc()}
     processes, news = Processes(), queue.SimpleQueue()
     found, facts, remarks, warnings, printed = [], [], [], [], []
     # the first kind of complaint that may still come
-    waiting = {i: kind for i, (_, _, kind) in enumerate(jobs)}
+    waiting = {i: job.first for i, job in enumerate(jobs)}
+    begun = time.monotonic()
 
     def work(i):
-        look_for, some, _ = jobs[i]
+        look_for, some, _, arch = jobs[i]
         own = dict(job, look_for=look_for, dtypes=some, limit=LIMITS[look_for])
+        own_variables = variables.get(look_for)
+        if arch:
+            own_variables = {**(own_variables or {}), "CXXFLAGS": (own_variables or {}).get(
+                "CXXFLAGS", "") + f" -D__CUDA_ARCH__={arch}"}
         try:
-            news.put((i, processes.run(own, variables.get(look_for), lambda: news.put((i, None)))))
+            news.put((i, processes.run(own, own_variables, lambda event: news.put((i, event)))))
         except Exception as e:
             news.put((i, e))
 
     with ThreadPoolExecutor(max(2, os.cpu_count())) as pool:
         try:
-            # it counts version 1's work, too
-            for i in sorted(waiting, key=lambda i: jobs[i][:2] != (RACES, ["fp32"])):
+            for i in waiting:
                 pool.submit(work, i)
             while waiting:
                 explained = found and not may_be_race(min(found))
@@ -211,14 +240,21 @@ def grade_file(file):
                     i, result = news.get(timeout=GRACE if explained else None)
                 except queue.Empty:
                     return Judgement(min(found)[2], looked, dtypes, facts, printed=printed)
-                look_for = jobs[i][0]
-                if result is None:  # it is compiled
-                    waiting[i] = max(waiting[i], ACCESS)
+                look_for = jobs[i].look_for
+                if isinstance(result, dict):
+                    if result["event"] == "compiled":
+                        waiting[i] = max(waiting[i], ACCESS)
+                    if line := progress_line(jobs[i], result):
+                        say(f"{time.monotonic() - begun:5.1f} s  {line}")
+                elif result is None:
+                    del waiting[i]
                 elif isinstance(result, Exception):
                     raise result
                 else:
                     del waiting[i]
                     complaint, ended = complaint_of(file, result, look_for)
+                    if complaint and jobs[i].arch:
+                        complaint[1].append(f"where __CUDA_ARCH__ is {jobs[i].arch}")
                     if complaint and not (complaint[0] == SLOW and look_for == RACES):
                         found.append((complaint[0], i, complaint[1]))
                     elif not ended and look_for in looked:
@@ -235,8 +271,22 @@ def grade_file(file):
                     return Judgement(min(found)[2], looked, dtypes, facts, printed=printed)
         finally:
             processes.end()
-    remarks = [*([on_gpus.remark(facts)] if facts else []), *remarks]
+    remarks = [*([on_gpus.remark(facts)] if facts else []), *on_gpus.double_lines(file, facts),
+               *dict.fromkeys(remarks)]
     return Judgement([], looked, dtypes, facts, remarks, max(warnings, default=""), printed)
+
+
+def progress_line(job, event):
+    """What an event says of a Job that goes well, or ""."""
+    name = " ".join([*job.dtypes, *[f"for __CUDA_ARCH__ {job.arch}"] * bool(job.arch)])
+    if event["event"] == "passed" and job.look_for != RACES:
+        return f"{name}, {event['sizes']}: right"
+    if event["event"] == "right":
+        return (f"{name}: no two threads are in a race" if job.look_for == RACES else
+                f"{name}: right at all sizes")
+    if event["event"] == "gpu" and not (event["refused"] or event["launch"]):
+        return "NVRTC compiles it for an A100 and an H100"
+    return ""
 
 
 def may_be_race(complaint):
@@ -251,7 +301,7 @@ def is_sure(complaint, waiting, jobs):
     if complaint[0] == WASTE:  # the others take too long
         return True
     if complaint[0] == SLOW:  # the counts of steps may say why
-        return not any(jobs[i][0] == RACES and "fp32" in jobs[i][1] for i in waiting)
+        return not any(jobs[i].look_for == RACES and "fp32" in jobs[i].dtypes for i in waiting)
     return all(complaint < (kind, i) for i, kind in waiting.items())
 
 
@@ -466,7 +516,7 @@ def run_all(job, device, file):
     if device.races and re.search(ANNOUNCED, file.code):
         device.library.races_announced()
     counts = job.get("waste") and device.races and device.dtype == "fp32"
-    reference = Reference(ladder) if counts else None
+    reference, passed = Reference(ladder) if counts else None, False
     for bench, sizes, threads in launches_of(file, device, kernel):
         choice = dict(threads=threads)
         where = ",".join(f"{key}={value}" for key, value in sizes.items())
@@ -494,8 +544,12 @@ def run_all(job, device, file):
             complaint = kept_between_launches(bench, version, choice, file) or checked(
                 bench, version, choice, file.code, job["look_for"], drawn == sizes, seconds)
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        complaint = complaint or too_much_heap(device, file)
         if complaint:
             return complaint
+        if not passed:
+            send(event="passed", sizes=where)
+        passed = True
     if device.races:
         if complaint := too_deep(device, file):
             return complaint
@@ -519,16 +573,42 @@ def too_deep(device, file):
     if deep <= MOST_DEEP:
         return None
     return dict(kind="deep", lines=[
-        f"its calls are {deep:,} deep: a GPU gives each thread a stack of 1,024 bytes, where a call "
-        f"takes at least 16, so no more than {MOST_DEEP} fit", *recursive_lines(file),
+        f"its calls are {deep:,} deep: a GPU gives each thread a stack of 1,024 bytes, where a "
+        f"call takes at least 16, so no more than {MOST_DEEP} fit", *recursive_lines(file),
         "usually: a function calls itself for each number. Halve the work in each call, or write a "
         "loop"])
+
+
+HEAP = 8 * 2**20  # bytes of a GPU's heap
+IN_FLIGHT = 132 * 2048  # threads that an H100 runs at a time
+
+
+def too_much_heap(device, file):
+    """What is wrong with a kernel whose threads take more by malloc or new than a GPU has, as a
+    dict, or None."""
+    device.library.heap_most.restype = ctypes.c_size_t
+    if device.races or not (most := device.library.heap_most()):
+        return None
+    sizes = parse_sizes(file.ladder.shape)
+    names = {"N": sizes.get("B", 1) * sizes.get("T", 1), **sizes, "HS": 64, "NKV": 1}
+    items = eval(file.version.items.split(",")[0], {}, names)
+    blocks = -(-items // int(file.kernel.covers[0](file.kernel.threads, device.W)))
+    threads = min(blocks * file.kernel.threads, IN_FLIGHT)
+    if threads * most <= HEAP:
+        return None
+    return dict(kind="deep", lines=[
+        f"a thread takes {most:,} bytes of the heap, and at the lab's sizes {threads:,} threads "
+        f"run at a time: {threads * most / 2**20:,.0f} MB. A GPU's heap has 8 MB, unless its program "
+        "asks for more; then malloc returns a null pointer",
+        *file.quoted_with(r"\bmalloc\s*\(|\bnew\b")[:1],
+        "usually: keep the numbers in out, or compute them twice"])
 
 
 def recursive_lines(file):
     """The quoted line of a function that calls itself."""
     for name in functions_of(file):
-        for body in re.finditer(rf"\b{name}\s*\([^;{{}}()]*\)\s*\{{(.*?)^\}}", file.code, re.S | re.M):
+        for body in re.finditer(rf"\b{name}\s*\([^;{{}}()]*\)\s*\{{(.*?)^\}}", file.code,
+                                re.S | re.M):
             if re.search(rf"\b{name}\s*\(", body[1]):
                 return [file.quoted(file.code[: body.start()].count("\n") + 1)]
     return []
@@ -613,10 +693,10 @@ def kept_between_launches(bench, version, choice, file):
         return None  # it is said by what follows
     if first.place is not None or second.place is None:
         return None
-    return dict(kind="kept", text=f"{wrong_number(second, False)}, in the second launch; the first "
-                "was right", lines=["its variable keeps its value from launch to launch, and is not "
-                                    "set back:", *lines[:2], "usually: the last block sets a "
-                                    "counter back to 0, as it is the last to use it"])
+    said = wrong_number(second, False)
+    return dict(kind="kept", text=f"{said}, in the second launch; the first was right", lines=[
+        "its variable keeps its value from launch to launch, and is not set back:", *lines[:2],
+        "usually: the last block sets a counter back to 0, as it is the last to use it"])
 
 
 def launched(bench, version, choice, look_for):
@@ -676,9 +756,9 @@ UNSET = "shared", "variables", "lanes"  # the kinds of it, as in cuda.h
 
 
 def with_poison(bench, version, choice, around, loose, first):
-    """(a wrong Comparison, the UNSET that it comes from, [file, line, thread, lane] of a shuffle from
-    a lane outside of its mask) if a result depends on what nobody has written; or None. first: the
-    Comparison with NaN there, which may be wrong already."""
+    """(a wrong Comparison, the UNSET that it comes from, [file, line, thread, lane] of a shuffle
+    from a lane outside of its mask) if a result depends on what nobody has written; or None. first:
+    the Comparison with NaN there, which may be wrong already."""
     library = bench.device.library
     library.missing_lane.restype = ctypes.c_char_p
 

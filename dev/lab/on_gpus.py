@@ -98,6 +98,37 @@ def error_lines(file, log, dtype):
     return [*lines, *([f"usually: {cause}"] if cause else [])]
 
 
+def bound_lines(file):
+    """The lines on a __launch_bounds__ that is smaller than the block, or []."""
+    found = re.search(rf"__launch_bounds__\s*\(([^(),]*).*?\)\s*(?:void\s+)?{file.run}\s*\(",
+                      file.code)
+    if not found:
+        return []
+    bound = found[1].strip()
+    for _ in range(3):  # a name of a name
+        name = re.escape(bound)
+        value = re.search(rf"(?:#\s*define\s+{name}\s+|\b{name}\s*=\s*)(\w+)", file.code)
+        bound = value[1] if value else bound
+    if not bound.isdecimal() or int(bound) >= file.kernel.threads:
+        return []
+    return [f"no GPU can launch it: __launch_bounds__({found[1].strip()}) promises blocks of at "
+            f"most {bound} threads, and BLOCK asks for {file.kernel.threads}",
+            *file.quoted_with(r"^\s*BLOCK\(")[:1], *file.quoted_with("__launch_bounds__")[:1],
+            "write the same number in both"]
+
+
+def double_lines(file, facts):
+    """A remark on a kernel that computes in double."""
+    most = max((each.get("doubles", 0) for each in facts), default=0)
+    if not most:
+        return []
+    places = file.quoted_with(r"\bdouble\b|\d\.\d*(?![\w.])|"
+                              r"\b(?:pow|exp|log|sqrt|sin|cos|tanh)\(")
+    return [f"it computes in double, in {most} instruction{'s' * (most > 1)} of its code: an H100 "
+            "does one in the time of 2 in float, a T4 of 32, and an RTX 4070 of 64"
+            + (f" ({places[0]})" if places else "")]
+
+
 def launch_lines(file, facts):
     """The lines that say why a GPU cannot launch the kernel, or []."""
     worst = next((each for each in facts if not each["blocks"]), None)

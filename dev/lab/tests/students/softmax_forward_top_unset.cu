@@ -1,0 +1,12 @@
+// wrong: top|value|unset|initiali
+BLOCK(64, threads)
+extern "C" __global__ void my_softmax_forward(real* out, const real* inp, int N, int V, int Vp) {
+    int row = blockIdx.x * blockDim.x + threadIdx.x;
+    if (row >= N) return;
+    const real* x = inp + (size_t)row * Vp;
+    float top, sum = 0.0f;  //!
+    for (int v = 0; v < V; v++) top = v ? fmaxf(top, to_float(x[v])) : fmaxf(to_float(x[0]), top);
+    for (int v = 0; v < V; v++) sum += expf(to_float(x[v]) - top);
+    for (int v = 0; v < Vp; v++)
+        from_float(out[(size_t)row * Vp + v], v < V ? expf(to_float(x[v]) - top) / sum : 0.0f);
+}
