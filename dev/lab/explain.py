@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 
 from dev.common.gpus import STATIC
+from dev.common.student_text import with_unset
 from dev.cpu.emulated import HEADER, KERNELS
 from dev.lab.bench import GUARD
 from dev.lab.exercises import version_of
@@ -412,8 +413,9 @@ def unset_lines(file, found):
                   "usually: lanes without an item have returned, or the mask is that of an if. "
                   "Keep all lanes, and give those without an item a neutral number"]
     if "variables" in found["kinds"]:
-        lines += [f"a variable is read before it gets a value: {place}"
-                  for place in [*without_value(file)][:1]]
+        unset = [file.quoted(i) for i, line in enumerate(with_unset(file.text).splitlines(), 1)
+                 if " UNSET(" in line]
+        lines += [f"a variable is read before it gets a value: {place}" for place in unset[:2]]
         lines.append("usually: write float sum = 0.0f, or LOWEST for a maximum")
     if "shared" in found["kinds"]:
         lines += ["a number of shared memory is read that no thread of the block has written",

@@ -40,6 +40,7 @@ SIZES = dict(B=3, T=100, C=768, V=500, Vp=512, H=512, n=2**15)
 OF_PRODUCTS = dict(B=2, T=64, C=128, OC=128)
 OF_HEADS = dict(B=2, T=128, NH=2, NKV=1, HS=64)
 WIDTH = 100  # of the report's lines
+PER_BYTE = "bytes that {} move for each one wanted"
 
 
 def sizes_of(ladder):
@@ -124,6 +125,9 @@ def figures_of(t):
                          ("sectors an atomic", t.total("atomic"))):
         rows[title] = total and total.each
         rows[f"{title}, if side by side"] = total and total.ideal
+    for kind, kinds in (("loads", ("load", "copy")), ("stores", ("store",))):
+        total = t.total(*kinds)
+        rows[PER_BYTE.format(kind)] = total and total.cost / total.least
     return {**rows, "sectors moved, times the fewest possible": t.moved / (t.fewest or 1),
             "turns a request of shared memory, at worst": worst and worst.each,
             "the same without bank conflicts": worst and worst.ideal,
@@ -190,7 +194,9 @@ def report(file, sizes=None, dtype="fp32"):
 def table(columns):
     """Lines with the figures of several kernels. columns: {title: figures}."""
     rows = [row for row in next(iter(columns.values()))
-            if any(figures[row] for figures in columns.values())]
+            # a load of 16 bytes a lane moves more sectors, and none of them for nothing
+            if not row.startswith(("sectors a load", "sectors a store"))
+            and any(figures[row] for figures in columns.values())]
     lines = ["  " + " " * 42 + "".join(f"{title:>11}" for title in columns)]
     for row in rows:
         numbers = (figures[row] for figures in columns.values())

@@ -226,8 +226,9 @@ def test_roundings():
 def test_order():
     """The surest explanation is said, and nobody waits for a process that cannot have a better
     one."""
-    jobs = [(grade.GPU, ["fp32"], 0), (grade.BOUNDS, ["fp32"], 0), (grade.RACES, ["fp32"], 0),
-            (grade.BOUNDS, ["bf16"], 0), (grade.RACES, ["bf16"], 0)]
+    jobs = [grade.Job(look_for, [dtype], 0) for look_for, dtype in (
+        (grade.GPU, "fp32"), (grade.BOUNDS, "fp32"), (grade.RACES, "fp32"), (grade.BOUNDS, "bf16"),
+        (grade.RACES, "bf16"))]
     compiling, running = grade.COMPILER, grade.ACCESS
     for name, complaint, waiting, wish in (
             ("a compiler error", (grade.COMPILER, 1), {3: compiling, 2: grade.RACE}, True),

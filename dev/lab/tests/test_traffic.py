@@ -246,7 +246,7 @@ def test_an_exercise(folder):
         said = traffic.report(Submission(path), sizes)
     wish = ([f"  line {at}: 27.0 sectors a load (4.0 would do)   for (int v = 0; v < V; v++) "
              "top", f"yours  version 1  version {len(find_ladder('softmax_forward').versions)}",
-             "  sectors a load  "])
+             f"  {traffic.PER_BYTE.format('loads')}  "])
     check("the report", all(any(part in line for line in said) for part in wish),
           " ".join(said)[:300])
     readme = (traffic.LAB / "README.md").read_text(encoding="utf-8")
