@@ -484,6 +484,7 @@ extern "C" __attribute__((visibility("default"))) void set_order(int order) { cu
 extern "C" __attribute__((visibility("default"))) size_t heap_most() {
     const size_t most = cuda_on_cpu::most_of_heap;
     cuda_on_cpu::most_of_heap = 0;
+    std::fill_n(cuda_on_cpu::heap_of_thread, 1024, 0);
     return most;
 }
 

@@ -598,8 +598,8 @@ def too_much_heap(device, file):
         return None
     return dict(kind="deep", lines=[
         f"a thread takes {most:,} bytes of the heap, and at the lab's sizes {threads:,} threads "
-        f"run at a time: {threads * most / 2**20:,.0f} MB. A GPU's heap has 8 MB, unless its program "
-        "asks for more; then malloc returns a null pointer",
+        f"run at a time: {threads * most / 2**20:,.1f} MB. A GPU's heap has 8 MB, unless its "
+        "program asks for more; then malloc returns a null pointer",
         *file.quoted_with(r"\bmalloc\s*\(|\bnew\b")[:1],
         "usually: keep the numbers in out, or compute them twice"])
 
