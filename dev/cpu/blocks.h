@@ -449,8 +449,8 @@ const char* launch(const char* name, void (*run)(void**), const unsigned* grid, 
             if (b.order > 0) b.arrange(n);
             fill_with_poison(dynamic_shared, shared_bytes, OF_SHARED);
             races::shared_variable("", dynamic_shared, shared_bytes, 4, "0");
-            races::block_begins(unsigned(n), unsigned(blocks));
             if (most_of_heap) memset(heap_of_thread, 0, sizeof heap_of_thread);
+            races::block_begins(unsigned(n), unsigned(blocks));
             const bool done = b.run_all();
             races::block_ends();
             if (done) continue;
