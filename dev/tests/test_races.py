@@ -366,7 +366,7 @@ def test_small_kernels(folder):
             if order != "forward" and "counter" in SMALL[number].body:
                 # A block that waits for one that has not begun; a last block that is not the last.
                 continue
-            out, inp = (np.ones(512, np.float32) for _ in range(2))
+            out, inp = np.ones(512, np.float32), np.arange(512, dtype=np.float32)
             counter, low = np.zeros(4, np.int32), np.zeros(512, np.uint16)
             found, lines = "", set()
             try:
