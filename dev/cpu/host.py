@@ -194,14 +194,17 @@ PRECOMPILED_DAYS = 7  # after which a precompiled header that nobody has used is
 
 
 def precompiled(command, text, cache, files):
-    """The flags that include what g++ has made of a text, once for these flags and files; [] if it
-    cannot."""
+    """The flags that include what g++ has made of a text with these flags and files; [] if it
+    cannot, and the first time, since a header that is used once costs more than it saves."""
     if "-D__CUDA_ARCH__" in " ".join(command):
         return []  # rare, and a header of its own costs more than it saves
     key = hashlib.sha256("\0".join([*command, text, *(path.read_text("utf-8") for path in files)]
                                    ).encode())
     header = cache / f"ahead_{key.hexdigest()[:16]}.h"
     made = header.with_suffix(".h.gch")
+    if not header.exists():
+        header.write_text(text, encoding="utf-8")
+        return []
     if not made.exists():
         with tempfile.TemporaryDirectory(prefix="compiling_", dir=cache) as folder:
             own = Path(folder) / header.name
@@ -209,7 +212,6 @@ def precompiled(command, text, cache, files):
             done = run_compiler([*command, "-x", "c++-header", own, "-o", f"{own}.gch"])
             if done.returncode or not Path(f"{own}.gch").exists():
                 return []
-            os.replace(own, header)
             os.replace(f"{own}.gch", made)
         for old in cache.glob("ahead_*"):
             with contextlib.suppress(OSError):

@@ -85,7 +85,13 @@ QUIET inline void fill_with_poison(void* p, size_t bytes, Poison kind) {
     for (; bytes >= 4; at += 4, bytes -= 4) memcpy(at, &bits, 4);
     memcpy(at, &bits, bytes);
 }
-template <class T> QUIET inline void unset(T& x) { fill_with_poison(&x, sizeof x, OF_VARIABLES); }
+// By default such a variable has the compiler's own pattern, which leaves it to warn.
+template <class T> inline __attribute__((always_inline)) void unset(T& x) {
+    if (poison_bits[OF_VARIABLES] == ~0u) return;
+    const unsigned bits = poison_bits[OF_VARIABLES];
+    char* at = reinterpret_cast<char*>(&x);
+    for (size_t i = 0; i < sizeof x; i += 4) memcpy(at + i, &bits, sizeof x - i < 4 ? sizeof x - i : 4);
+}
 }  // namespace cuda_on_cpu
 // A GPU's heap, of which each allocation takes 16 bytes more than was asked for. Counts what each thread of a block has
 // of it, and the most that one has had.
@@ -106,12 +112,12 @@ inline void* operator new[](size_t bytes, cuda_on_cpu::Heap) {
     cuda_on_cpu::takes_of_heap(bytes);
     return ::operator new[](bytes);
 }
-// student_text.py puts this behind the declaration of a variable without a first value. The race finder leaves it to
-// the compiler, which warns.
-#ifdef __SANITIZE_THREAD__
-#define UNSET(variable)
-#else
+// student_text.py puts this behind the declaration of a variable without a first value. Without the switch the compiler
+// warns of such a variable.
+#ifdef CHOSEN_POISON
 #define UNSET(variable) cuda_on_cpu::unset(variable);
+#else
+#define UNSET(variable)
 #endif
 
 // Streaming loads and stores. What they move may be stored as another type.

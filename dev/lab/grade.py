@@ -14,6 +14,7 @@ complaint is sure and no other process can have a better one, all end, and the s
 """
 import contextlib
 import ctypes
+import functools
 import json
 import math
 import os
@@ -32,6 +33,7 @@ import numpy as np
 
 from dev.common.cache import read_cache, write_cache
 from dev.common.nvrtc import has_nvrtc
+from dev.common.student_text import with_unset
 from dev.cpu import races
 from dev.cpu.emulated import Emulated
 from dev.cpu.host import compiler_of
@@ -69,7 +71,7 @@ def sanitizer_variables():
     if len(found) < 2:
         return None
     return {"CXXFLAGS": f"-Og -g1 -fsanitize=address,undefined -fno-sanitize={SEEN_BY_ASAN} "
-            "-fno-sanitize-recover=all",
+            "-fno-sanitize-recover=all -DCHOSEN_POISON",
             "LD_PRELOAD": " ".join(found),
             "ASAN_OPTIONS": "detect_leaks=0:quarantine_size_mb=0:malloc_context_size=1",
             "UBSAN_OPTIONS": "print_stacktrace=1"}
@@ -736,8 +738,8 @@ def checked(bench, version, choice, code, look_for=None, drawn=False, seconds=ma
         if name in bench.guarded:
             return dict(kind="outside", **outside(bench, name))
         return dict(kind="race", text=text)
-    device = bench.device
-    found = device.students and with_poison(bench, version, choice, around, loose, comparison)
+    found = not drawn and may_read_poison(code) and (
+        with_poison(bench, version, choice, around, loose, comparison))
     if found:
         return dict(kind="unset", text=wrong_number(found[0], False), kinds=found[1],
                     lane=found[2], hidden=comparison.place is None)
@@ -753,6 +755,13 @@ def checked(bench, version, choice, code, look_for=None, drawn=False, seconds=ma
 POISONS = 0x7F617F61, 0xFF61FF61, 0
 NAN = 2**32 - 1
 UNSET = "shared", "variables", "lanes"  # the kinds of it, as in cuda.h
+
+
+@functools.cache
+def may_read_poison(code):
+    """Whether a text without comments has something that is not set at the start, or a shuffle."""
+    return bool(re.search(r"__shared__|\bDYNAMIC_SHARED\b|_sync\s*\(", code)
+                or " UNSET(" in with_unset(code))
 
 
 def with_poison(bench, version, choice, around, loose, first):

@@ -392,7 +392,8 @@ def test_files(folder):
         shapes = re.findall(r"(?:real|float|int|size_t) \(([^)]*)\)", text)
         check(f"{name}: its file", shapes and max(map(len, text.splitlines())) <= 120, shapes)
 
-    first = filled("residual_forward", RESIDUAL.replace("if (i < (size_t)N * C) ", "")).splitlines()
+    body = RESIDUAL.replace("if (i < (size_t)N * C) ", "")
+    first = template("residual_forward").replace("{\n\n}", f"{{{body}}}").splitlines()
     line = next(f"line {i}: {text.strip()}" for i, text in enumerate(first, 1)
                 if "from_float(out[i], to_" in text)
     check("the README's first line", line in (TOP / "dev/lab/README.md").read_text(), line)

@@ -63,6 +63,11 @@ RACES = (  # what a kernel of two warps does; the place that must be named, or "
     out[i] = part[t ^ 16];
 """),
     ("a partial mask that comes around", "", """    part[t] = in[i];
+    if (t % 32 < 8) __syncwarp(0xffu);
+    if (t % 32 >= 7 && t % 32 < 12) __syncwarp(0xf80u);
+    if (t % 32 == 11) out[i] = part[t - 11];
+"""),
+    ("shuffles that come around order nothing", "part", """    part[t] = in[i];
     if (t % 32 < 8) __shfl_xor_sync(0xffu, 1, 1);
     if (t % 32 >= 7 && t % 32 < 12) __shfl_sync(0xf80u, 1, 7);
     if (t % 32 == 11) out[i] = part[t - 11];
@@ -71,11 +76,11 @@ RACES = (  # what a kernel of two warps does; the place that must be named, or "
     if (t % 32 < 2) __syncwarp(3u);
     if (t % 32 == 0) part[t] = x;
 """),
-    ("shuffles down", "", """    part[t] = in[i];
+    ("shuffles down order nothing", "part", """    part[t] = in[i];
     __shfl_down_sync(0xffffffffu, 1.0f, 1);
     out[i] = part[t ^ 1];
 """),
-    ("a ballot", "", """    part[t] = in[i];
+    ("a ballot orders nothing", "part", """    part[t] = in[i];
     if (__ballot_sync(0xffffffffu, t == 1)) out[i] = part[t ^ 1];
 """),
     ("a ballot between warps", "part", """    part[t] = in[i];
