@@ -9,7 +9,8 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-ENTRY = re.compile(r"entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads"
+ENTRY = re.compile(r"entry function '(\w+)'.*?(\d+) bytes stack frame, "
+                   r"(\d+) bytes spill stores, (\d+) bytes spill loads"
                    r".*?Used (\d+) registers"
                    r"(?:(?:(?!Compil).)*?(\d+) bytes smem)?")
 
@@ -28,6 +29,7 @@ class Used(NamedTuple):
     spilled: int
     shared: int
     doubles: int = 0  # instructions that compute in double
+    frame: int = 0  # bytes of a thread's own memory, as for an array that is no register
 
 
 class NotCompiled(Exception):
@@ -66,8 +68,10 @@ def compile_cuda(text, gpu, flags):
         raise NotCompiled(nvrtc.getProgramLog(program)) from None
     log, used = nvrtc.getProgramLog(program), {}
     for entry in log.split("Compiling ")[1:]:
-        name, stores, loads, registers, shared = ENTRY.search(entry.replace("\n", " ")).groups()
-        used[name] = Used(int(registers), int(stores) + int(loads), int(shared or 0))
+        name, frame, stores, loads, registers, shared = ENTRY.search(
+            entry.replace("\n", " ")).groups()
+        used[name] = Used(int(registers), int(stores) + int(loads), int(shared or 0),
+                          frame=int(frame))
     ptx, arrays = nvrtc.getPTX(program).decode(), {}
     for body in BODY.finditer(ptx):
         if body[1] in used:

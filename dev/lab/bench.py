@@ -125,6 +125,7 @@ class Bench:
         # Each input is read once, and each output written once.
         self.traffic = sum(self.types[name].itemsize * values.size
                            for table in (arrays, self.written) for name, values in table.items())
+        self.unwritten = 2**32 - 1  # the bits of what is only written, in words of four bytes
         self.inputs = {}  # on the device, for the sets to be filled from
         for name, values in arrays.items():
             self.inputs[name], _ = self.allocate(values.shape, self.types[name])
@@ -161,13 +162,16 @@ class Bench:
         return memory[guard : guard + size].view(dtype).reshape(shape), memory
 
     def fill(self, a, names):
-        """Fill arrays of a set with their inputs, or with NaN if they have none."""
+        """Fill arrays of a set with their inputs, or with NaN if they have none; or with other bits
+        that nobody wrote."""
         for name in names:
             array = getattr(a, name)
             if name in self.inputs:
                 array[...] = self.inputs[name]
             else:
-                array.reshape(-1).view(np.uint8)[...] = 255
+                memory = array.reshape(-1).view(np.uint8)
+                memory[...] = (255 if self.unwritten == 2**32 - 1 else np.resize(
+                    np.frombuffer(np.uint32(self.unwritten), np.uint8), memory.size))
 
     def fits(self, version):
         return self.device.dtype in version.dtypes and (not version.fits or

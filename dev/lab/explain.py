@@ -417,6 +417,9 @@ def unset_lines(file, found):
                  if " UNSET(" in line]
         lines += [f"a variable is read before it gets a value: {place}" for place in unset[:2]]
         lines.append("usually: write float sum = 0.0f, or LOWEST for a maximum")
+    if "outputs" in found["kinds"]:
+        lines += ["it reads an output that it has not written: what is there at the start may be "
+                  "any number", "usually: it is on the right of an =, or of a += that should be ="]
     if "shared" in found["kinds"]:
         lines += ["a number of shared memory is read that no thread of the block has written",
                   *file.quoted_with(r"__shared__|DYNAMIC_SHARED")[:2],

@@ -544,7 +544,8 @@ def run_all(job, device, file):
         else:
             seconds = PATIENCE if job.get("races") else math.inf
             complaint = kept_between_launches(bench, version, choice, file) or checked(
-                bench, version, choice, file.code, job["look_for"], drawn == sizes, seconds)
+                bench, version, choice, file.code, job["look_for"], drawn == sizes, seconds,
+                not passed)
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         complaint = complaint or too_much_heap(device, file)
         if complaint:
@@ -723,9 +724,11 @@ def orders_within(seconds):
             yield order
 
 
-def checked(bench, version, choice, code, look_for=None, drawn=False, seconds=math.inf):
+def checked(bench, version, choice, code, look_for=None, drawn=False, seconds=math.inf,
+            is_first=False):
     """What is wrong with a version, as a dict, or None. drawn: at sizes for which no limit was
-    tried. seconds: after which no other order of the threads is tried."""
+    tried. seconds: after which no other order of the threads is tried. is_first: at the smallest
+    sizes."""
     around = (lambda: unreadable(bench)) if look_for == BOUNDS else contextlib.nullcontext
     loose = 8 if drawn else 1
     try:
@@ -738,7 +741,7 @@ def checked(bench, version, choice, code, look_for=None, drawn=False, seconds=ma
         if name in bench.guarded:
             return dict(kind="outside", **outside(bench, name))
         return dict(kind="race", text=text)
-    found = not drawn and may_read_poison(code) and (
+    found = not drawn and (is_first or may_read_poison(code)) and (
         with_poison(bench, version, choice, around, loose, comparison))
     if found:
         return dict(kind="unset", text=wrong_number(found[0], False), kinds=found[1],
@@ -754,7 +757,7 @@ def checked(bench, version, choice, code, look_for=None, drawn=False, seconds=ma
 # the one that is large and positive, and a sum hides 0. As floats, pairs of bf16 and doubles.
 POISONS = 0x7F617F61, 0xFF61FF61, 0
 NAN = 2**32 - 1
-UNSET = "shared", "variables", "lanes"  # the kinds of it, as in cuda.h
+UNSET = "shared", "variables", "lanes", "outputs"  # the kinds of it; the first three as in cuda.h
 
 
 @functools.cache
@@ -772,11 +775,13 @@ def with_poison(bench, version, choice, around, loose, first):
     library.missing_lane.restype = ctypes.c_char_p
 
     def run(*bits):
-        library.set_poison(*map(ctypes.c_uint, bits))
+        *others, bench.unwritten = bits
+        library.set_poison(*map(ctypes.c_uint, others))
         try:
             comparison = bench.check(version, choice, ORDERS[:1], around, loose)
         finally:
             library.set_poison(*[ctypes.c_uint(NAN)] * 3)
+            bench.unwritten = NAN
         return comparison, [bench.result(bench.sets[0], name).tobytes() for name in bench.truth]
 
     def wrong(*bits):
@@ -785,11 +790,13 @@ def with_poison(bench, version, choice, around, loose, first):
             comparison)
 
     with contextlib.suppress(AssertionError, UserError):
-        before = first.place is not None and run(NAN, NAN, NAN)[1]
+        before = first.place is not None and run(*[NAN] * 4)[1]
+        # numbers that are never written differ, too, and have sentences of their own
+        outputs = first.place is None
         for poison in POISONS:
-            if comparison := wrong(poison, poison, poison):
-                kinds = [kind for i, kind in enumerate(UNSET)
-                         if wrong(*(poison if i == j else NAN for j in range(3)))]
+            if comparison := wrong(poison, poison, poison, poison if outputs else NAN):
+                kinds = [kind for i, kind in enumerate(UNSET if outputs else UNSET[:3])
+                         if wrong(*(poison if i == j else NAN for j in range(4)))]
                 numbers = (ctypes.c_uint * 3)()
                 name = library.missing_lane(numbers)
                 return (first if first.place is not None else comparison, kinds or [*UNSET],

@@ -131,6 +131,14 @@ def double_lines(file, facts):
 
 def launch_lines(file, facts):
     """The lines that say why a GPU cannot launch the kernel, or []."""
+    for each in facts:
+        gpu, frame = GPUS[each["gpu"]], each.get("frame", 0)
+        held = gpu.threads * gpu.multiprocessors
+        if frame * held > gpu.memory:
+            return [f"it cannot be launched: a thread has {frame:,} bytes of arrays and variables "
+                    f"of its own, and a GPU keeps them for the {held:,} threads that it can hold: "
+                    f"{frame * held / 1e9:.0f} GB on an {gpu.name}, of {gpu.memory / 1e9:.0f}",
+                    *file.quoted_with(r"^\s+\w+ (?:.*, )?\w+\[")[:1], f"in {each['dtype']}"]
     worst = next((each for each in facts if not each["blocks"]), None)
     if not worst:
         return []

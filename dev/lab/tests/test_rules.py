@@ -7,6 +7,7 @@ import resource
 
 import pytest
 
+from dev.common.nvrtc import has_nvrtc
 from dev.common.student_text import with_unset
 from dev.lab import grade, large, on_gpus
 from dev.lab.exercises import PREFIX
@@ -25,7 +26,8 @@ TOGETHER = (
     (grade.RACES, "fp32", "row_sum_volatile_sums_fenced"),
     (grade.RACES, "fp32", "row_sum_recursion_a_call_a_number row_sum_pairwise_recursion"),
     (grade.BOUNDS, "fp32", """group_scale_shuffle_from_missing_lane group_scale_shared_unset
-     group_scale_maximum_unset group_scale_shfl_down_guarded group_scale_unset_and_unread
+     group_scale_maximum_unset shift_maximum_of_output group_scale_shfl_down_guarded
+     group_scale_unset_and_unread
      crossentropy_forward_shared_flag_unset rope_table_fast_sin global_norm_total_not_reset
      global_norm_total_set_back softmax_forward_unsigned_index softmax_forward_malloc_a_row
      softmax_forward_malloc_a_word + crossentropy_forward_int_row"""),
@@ -88,6 +90,22 @@ def test_launch_bounds(folder):
         path.write_text(texts()[name], "utf-8")
         lines = on_gpus.bound_lines(Submission(path))
         check(name, re.search(wish, said(lines)) if wish else not lines, lines)
+
+
+def test_memory_of_a_thread(folder):
+    """Arrays of a thread, of which a GPU has no room for all threads that it can hold."""
+    if not has_nvrtc():
+        pytest.skip("CuPy and NVRTC are not installed")
+    path = folder / "my_softmax_forward.cu"
+    text = texts()["softmax_forward_row_of_a_thread"]
+    for size, wish in (
+            (50304, r"201,\d+ bytes.*221,184 threads.*45 GB on an A100.*line 7: float e"),
+            (5030, "")):
+        path.write_text(text.replace("50304", str(size)), "utf-8")
+        file = Submission(path)
+        lines, facts = on_gpus.judge(file, ["fp32"])
+        found = said(lines or on_gpus.launch_lines(file, facts))
+        check(f"{size} floats", re.search(wish, found) if wish else not found, found or facts)
 
 
 @fast
