@@ -53,7 +53,8 @@ class Access(NamedTuple):
         block = self.block if any(self.block[1:]) else self.block[0]
         file, line = self.places[0] if self.places else ("?", 0)
         place = f" ({Path(file).name}:{line})" * with_place
-        return f"thread {self.thread} of block {block} {self.what} it{place}"
+        how = " by __ldg" * self.constant
+        return f"thread {self.thread} of block {block} {self.what} it{how}{place}"
 
 
 class Race(UserError):
@@ -160,8 +161,6 @@ def check(library, path, kernel, arrays):
 
 
 def verb(side):
-    if side["constant"]:
-        return "reads by __ldg"
     if side["copies"]:
         return "copies asynchronously to" if side["writes"] else "copies asynchronously from"
     return ("atomically " * bool(side["atomic"]) + ("changes" if side["writes"] else "reads")

@@ -2,6 +2,7 @@
 GPU would do. Each is tested with files of students/, a few compiled together; test_students judges
 each file by itself, as a student does it.
 """
+import ctypes
 import re
 import resource
 
@@ -9,6 +10,7 @@ import pytest
 
 from dev.common.nvrtc import has_nvrtc
 from dev.common.student_text import with_unset
+from dev.cpu import host
 from dev.lab import grade, large, on_gpus
 from dev.lab.exercises import PREFIX
 from dev.lab.submission import Submission
@@ -139,6 +141,28 @@ def test_jobs(folder):
             (grade.BOUNDS, ["fp32"]), (grade.RACES, ["fp32"])], jobs)
         found = [job.arch for job in jobs if job.arch]
         check(f"{name}: and each kind of GPU", found == arches, jobs)
+
+
+def test_precompiled(folder):
+    """What others share is compiled once, from the second time on, and no text takes another's."""
+    compiler = host.compiler_of()
+    if not compiler or "clang" in compiler:
+        pytest.skip("g++ alone precompiles headers")
+    command, header = [compiler, "-O0", "-fPIC", "-shared"], folder / "shared.h"
+    header.write_text("constexpr int two = 2;\n")
+    text = f'#include "{header}"\ninline int five() {{ return two + 3; }}\n'
+    first = host.precompiled(command, text, folder, [header])
+    flags = host.precompiled(command, text, folder, [header])
+    check("not the first time", first == [] and len(flags) == 2, [first, flags])
+    check("it is there", flags and flags[1].with_suffix(".h.gch").exists())
+    source = "extern \"C\" int asked() { return five(); }\n"
+    done = host.run_compiler([*command, "-Winvalid-pch", "-Werror", *flags, "-x", "c++", "-", "-o",
+                              folder / "a.so"], source)
+    check("it is used", done.returncode == 0, done.stderr[-300:])
+    check("its function", ctypes.CDLL(str(folder / "a.so")).asked() == 5)
+    header.write_text("constexpr int two = 4;\n")
+    again = host.precompiled(command, text, folder, [header])
+    check("a changed file has none", again == [], again)
 
 
 @fast
