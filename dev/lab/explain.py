@@ -310,6 +310,10 @@ def stuck_lines(file, text):
     if declares := re.search(r"its __shared__ variables have (\d+) bytes, and a block may declare "
                              r"(\d+)", text):
         return shared_lines(file, *map(int, declares.groups()))
+    if nothing := re.search(r"(extern __shared__ (\w+)\[\]) has no bytes.* at line (\d+)", text):
+        return [f"{nothing[1]} has no bytes: the lab's launch of this exercise gives a block none",
+                file.quoted(int(nothing[3])),
+                f"write its size there instead, such as __shared__ float {nothing[2]}[256];"]
     waits = re.findall(r"threads ([-\d, .]+) wait in (.+?) at line (\d+)( of [^,;]+)?((?:, called "
                        r"at line \d+)*)", text)
     if not waits:
