@@ -379,6 +379,20 @@ def own_names(file, lines):
     return lines
 
 
+def may_happen(found):
+    """[A sentence on what a GPU may do with a race of two plain accesses]."""
+    sides = [re.fullmatch(r"(thread \d+ of block \S+(?: \S+ \S+)?) (writes|reads) it", text)
+             for text, _ in found["sides"]]
+    if not all(sides):
+        return []
+    (first, how), (second, _) = (side.groups() for side in sides)
+    if sides[0][2] == sides[1][2]:
+        return [f"So {first} may be the last to write, or {second}, and its number stays"]
+    writer, reader = (first, second) if how == "writes" else (second, first)
+    return [f"So {reader} may read before {writer} has written, and get what was there before; or "
+            "after it, and get the new number"]
+
+
 def race_lines(file, found):
     """The lines on a race: both accesses with their lines, and what to do."""
     lines = [f"it has a race on {found['what']}:"]
@@ -390,7 +404,7 @@ def race_lines(file, found):
     if "blockIdx" not in file.code and file.exercise.items != "1":
         return [*lines,
                 "The index leaves out blockIdx.x, so every block does the work of the first."]
-    return [*lines, found["why"]]
+    return [*lines, found["why"], *may_happen(found)]
 
 
 def without_value(file):
