@@ -24,8 +24,7 @@ TOGETHER = (
     (grade.RACES, "fp32", """row_sum_ballot_is_no_fence row_sum_shfl_and_syncwarp
      row_sum_all_lanes_store_the_same softmax_forward_any_is_no_barrier
      fused_residual_forward_ldg_of_the_stream rope_forward_ldg_of_the_table
-     row_sum_volatile_sums_no_fence"""),
-    (grade.RACES, "fp32", "row_sum_volatile_sums_fenced"),
+     row_sum_volatile_sums_fenced row_sum_volatile_sums_no_fence"""),
     (grade.RACES, "fp32", "row_sum_recursion_a_call_a_number row_sum_pairwise_recursion"),
     (grade.BOUNDS, "fp32", """group_scale_shuffle_from_missing_lane group_scale_shared_unset
      group_scale_maximum_unset shift_maximum_of_output group_scale_shfl_down_guarded
