@@ -237,11 +237,11 @@ def grade_file(file, say=lambda line: None):
             for i in waiting:
                 pool.submit(work, i)
             while waiting:
-                explained = found and not may_be_race(min(found))
+                explained = found and not may_be_race(best(found, jobs))
                 try:
                     i, result = news.get(timeout=GRACE if explained else None)
                 except queue.Empty:
-                    return Judgement(min(found)[2], looked, dtypes, facts, printed=printed)
+                    return Judgement(best(found, jobs)[2], looked, dtypes, facts, printed=printed)
                 look_for = jobs[i].look_for
                 if isinstance(result, dict):
                     if result["event"] == "compiled":
@@ -269,8 +269,8 @@ def grade_file(file, say=lambda line: None):
                                  if event["event"] == "compiled"]
                     remarks += [event["text"] for event in result[0] if event["event"] == "remark"]
                     printed = printed or printed_lines(result[2])
-                if found and is_sure(min(found)[:2], waiting, jobs):
-                    return Judgement(min(found)[2], looked, dtypes, facts, printed=printed)
+                if found and is_sure(best(found, jobs)[:2], waiting, jobs):
+                    return Judgement(best(found, jobs)[2], looked, dtypes, facts, printed=printed)
         finally:
             processes.end()
     remarks = [*([on_gpus.remark(facts)] if facts else []), *on_gpus.double_lines(file, facts),
@@ -297,6 +297,19 @@ def may_be_race(complaint):
     return complaint[2][0].startswith("its result depends on the order")
 
 
+def turn_of(job):
+    """Whose complaints are said first: fp32's, then those of other dtypes and GPUs. So nobody waits
+    for bf16 to hear that fp32 is wrong."""
+    if job.look_for == GPU:
+        return 0, 0
+    return job.arch, ("fp32", "bf16", "tf32").index(job.dtypes[0])
+
+
+def best(found, jobs):
+    """The complaint to say, of some (kind, number of its job, lines)."""
+    return min(found, key=lambda complaint: (turn_of(jobs[complaint[1]]), complaint[:2]))
+
+
 def is_sure(complaint, waiting, jobs):
     """Whether no process that still runs may have a better complaint than this (kind, number of its
     job)."""
@@ -304,7 +317,8 @@ def is_sure(complaint, waiting, jobs):
         return True
     if complaint[0] == SLOW:  # the counts of steps may say why
         return not any(jobs[i].look_for == RACES and "fp32" in jobs[i].dtypes for i in waiting)
-    return all(complaint < (kind, i) for i, kind in waiting.items())
+    own = turn_of(jobs[complaint[1]]), complaint
+    return all(own < (turn_of(jobs[i]), (kind, i)) for i, kind in waiting.items())
 
 
 def looked_for(judged):

@@ -239,6 +239,10 @@ def test_order():
             ("a wrong number, while races are looked for", (grade.RESULT, 1), {2: grade.RACE},
              False),
             ("a race, while accesses are looked at", (grade.RACE, 2), {1: running}, False),
+            ("a wrong number, while bf16 compiles", (grade.RESULT, 1),
+             {3: compiling, 4: grade.RACE}, True),
+            ("bf16's, while races in fp32 are looked for", (grade.ACCESS, 3), {2: grade.RACE},
+             False),
             ("waste", (grade.WASTE, 2), {1: running, 3: compiling}, True),
             ("too slow, while steps are counted", (grade.SLOW, 1), {2: grade.RACE}, False),
             ("too slow", (grade.SLOW, 1), {3: running, 4: grade.RACE}, True)):
