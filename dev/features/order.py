@@ -14,9 +14,9 @@ from dev.common.flags import parse_flags
 from dev.common.gpus import has_gpu
 from dev.features import (
     best, chat, config_file, devices, dropout, dry_run, ema, file_kinds, first_run, fit,
-    fused_biases, hellaswag_score, label_smoothing, late_reports, loggers, masked, moments, muon,
-    nvtx, outliers, overfit, own_sizes, peak, products, recompute, relu_attention, replay, sample,
-    schedule, shuffled_loader, signals, terminal, tokenizer)
+    fused_biases, hellaswag_score, kv_cache, label_smoothing, late_reports, loggers, masked,
+    moments, muon, nvtx, outliers, overfit, own_sizes, peak, products, recompute, relu_attention,
+    replay, sample, schedule, shuffled_loader, signals, terminal, tokenizer)
 from dev.features.checkpoints import json_log, newest, training
 from dev.features.checkpoints.run_folder import RunFolder
 from dev.features.declare import Flag, key_of, stack, trains
@@ -31,11 +31,11 @@ from prepro_tinyshakespeare import UserError
 # What wraps stands above what it wraps: make_model of the first ends last.
 FEATURES = [
     terminal.FEATURE, newest.FEATURE, file_kinds.FEATURE, peak.FEATURE, nvtx.FEATURE,
-    dry_run.FEATURE, chat.ANSWERS, chat.FEATURE, sample.FEATURE, hellaswag_score.FEATURE,
-    overfit.FEATURE, fp8_head.FEATURE, fp8.FEATURE, config_file.FEATURE, loggers.FEATURE,
-    json_log.FEATURE, best.FEATURE, masked.FEATURE, sums.FEATURE, zero.FEATURE, ranks.FEATURE,
-    sample.CONTROLLED, training.KEPT, training.RESUMED, signals.FEATURE, tokenizer.FEATURE,
-    outliers.FEATURE, dropout.FEATURE, replay.FEATURE, ema.FEATURE, muon.FEATURE,
+    dry_run.FEATURE, chat.ANSWERS, chat.FEATURE, sample.FEATURE, kv_cache.FEATURE,
+    hellaswag_score.FEATURE, overfit.FEATURE, fp8_head.FEATURE, fp8.FEATURE, config_file.FEATURE,
+    loggers.FEATURE, json_log.FEATURE, best.FEATURE, masked.FEATURE, sums.FEATURE, zero.FEATURE,
+    ranks.FEATURE, sample.CONTROLLED, training.KEPT, training.RESUMED, signals.FEATURE,
+    tokenizer.FEATURE, outliers.FEATURE, dropout.FEATURE, replay.FEATURE, ema.FEATURE, muon.FEATURE,
     moments.FEATURE, recompute.INSIDE, recompute.LAYERS, label_smoothing.FEATURE, recompute.HINT,
     fit.FEATURE, first_run.FEATURE, own_sizes.FEATURE, fp8_all.FEATURE, relu_attention.FEATURE,
     schedule.FEATURE, shuffled_loader.FEATURE, late_reports.FEATURE, attention_five.FEATURE,

@@ -1,0 +1,290 @@
+/*
+The pass of one token per sequence, whose keys and values are kept: see kv_cache.py. B sequences
+have a row each, so products with a weight read all of the weight for a few rows: they are bound by
+memory, and so is attention, which reads all kept keys and values for one query. Compiled after
+kernels.cu.
+*/
+
+namespace kv_cache {
+
+// ---- the beginning ----
+
+// x (B,C) = wte (Vp,C)[tokens (B)] + wpe (maxT,C)[positions (B)], the latter unless wpe is null.
+// Items: B*C numbers.
+BLOCK(256, 4 * threads)
+extern "C" __global__ void token_embedding(
+    float* __restrict__ x, const int* __restrict__ tokens, const int* __restrict__ positions,
+    const real* __restrict__ wte, const real* __restrict__ wpe, int B, int C) {
+    int packs = C / 4, i = blockIdx.x * blockDim.x + threadIdx.x;
+    int row = i / packs, c = 4 * (i % packs);
+    if (row >= B) return;
+    Pack<4> sum = load<4>(wte + (size_t)tokens[row] * C + c);
+    if (wpe) sum = sum + load<4>(wpe + (size_t)positions[row] * C + c);
+    store(x + (size_t)row * C + c, sum);
+}
+
+// ---- a linear layer of at most four rows, with the norm before it, or the addition after it ----
+
+constexpr int GELU = 1, SWIGLU = 2;
+
+// rows (B,C), in shared memory: inp (B,C), or unless x is null the norm of x (B,C): a layernorm, or
+// without normb an RMSNorm. It is rounded as a stored norm would be.
+__device__ void bring_rows(float* rows, const real* __restrict__ inp, const float* x,
+                           const real* __restrict__ normw, const real* __restrict__ normb,
+                           float eps, int B, int C) {
+    for (int i = W * threadIdx.x; !x && i < B * C; i += W * blockDim.x)
+        store(rows + i, load<W>(inp + i));
+    for (int b = 0; x && b < B; b++) {
+        float *row = rows + b * C, sum = 0.0f, squares = 0.0f;
+        for (int c = 4 * threadIdx.x; c < C; c += 4 * blockDim.x) {
+            Pack<4> v = load<4>(x + b * C + c);
+            store(row + c, v);  // only this thread reads it until the end
+            sum += v[0] + v[1] + v[2] + v[3];
+        }
+        float mean = normb ? block_reduce<warp_sum>(sum, 0.0f) / C : 0.0f;
+        for (int c = 4 * threadIdx.x; c < C; c += 4 * blockDim.x)
+            for (int j = 0; j < 4; j++) squares += (row[c + j] - mean) * (row[c + j] - mean);
+        float rstd = 1.0f / sqrtf(block_reduce<warp_sum>(squares, 0.0f) / C + eps);
+        for (int c = 4 * threadIdx.x; c < C; c += 4 * blockDim.x) {
+            Pack<4> v = load<4>(row + c), w = load<4>(normw + c), shift = {};
+            if (normb) shift = load<4>(normb + c);
+            for (int j = 0; j < 4; j++) {
+                real rounded;
+                from_float(rounded, (v[j] - mean) * rstd * w[j] + shift[j]);
+                row[c + j] = to_float(rounded);
+            }
+        }
+    }
+    __syncthreads();
+}
+
+// The products of a warp: a row of a weight with each of R rows.
+template <int R>
+__device__ Pack<R> products(const real* __restrict__ weight, const float* rows, int C) {
+    Pack<R> sum = {};
+#pragma unroll 4  // so that several loads are under way
+    for (int c = W * (threadIdx.x % 32); c < C; c += 32 * W) {
+        Pack<W> w = load<W>(weight + c);
+        for (int r = 0; r < R; r++) {
+            Pack<W> x = load<W>(rows + r * C + c);
+            for (int j = 0; j < W; j++) sum[r] += w[j] * x[j];
+        }
+    }
+    for (int r = 0; r < R; r++) sum[r] = warp_sum(sum[r]);
+    return sum;
+}
+
+template <int R>
+__device__ void linear(real* out, float* stream, const float* rows, const real* __restrict__ weight,
+                       const real* __restrict__ bias, int activation, int C, int OC) {
+    int warps = blockDim.x / 32;
+    for (int o = blockIdx.x * warps + threadIdx.x / 32; o < OC; o += gridDim.x * warps) {
+        Pack<R> sum = products<R>(weight + (size_t)o * C, rows, C), gate = {};
+        if (activation == SWIGLU) gate = products<R>(weight + (size_t)(OC + o) * C, rows, C);
+        if (threadIdx.x % 32 > 0) continue;
+        for (int r = 0; r < R; r++) {
+            float y = sum[r] + (bias ? to_float(bias[o]) : 0.0f);
+            if (activation == GELU) y = gelu(y);
+            if (activation == SWIGLU) y *= gate[r] / (1.0f + exponential(-gate[r]));
+            size_t at = (size_t)r * OC + o;
+            if (stream) stream[at] += y;
+            else from_float(out[at], y);
+        }
+    }
+}
+
+// For B <= 4 rows: y (B,OC) = rows (B,C) weight' + bias (OC), the latter unless null. The rows are
+// inp, or norm(x) unless x is null. Then stream (B,OC) += y, unless null; else out (B,OC) =
+// y, GELU(y) with activation 1; with 2, y * silu(gate), and weight (2*OC,C) has rows for y and then
+// for the gate. A warp has a row of the weight at a time, 16 bytes a lane, and the B rows are in
+// shared memory: each block makes their norm anew, which costs less than a launch. Bound by memory:
+// the weight is read once. Items: blocks.
+BLOCK(256, 1)
+extern "C" __global__ void __launch_bounds__(256) token_linear(
+    real* __restrict__ out, float* __restrict__ stream, const real* __restrict__ inp,
+    const float* __restrict__ x, const real* __restrict__ normw, const real* __restrict__ normb,
+    const real* __restrict__ weight, const real* __restrict__ bias, float eps, int activation,
+    int B, int C, int OC) {
+    DYNAMIC_SHARED(float, rows);
+    bring_rows(rows, inp, x, normw, normb, eps, B, C);
+    if (B == 1) linear<1>(out, stream, rows, weight, bias, activation, C, OC);
+    if (B == 2) linear<2>(out, stream, rows, weight, bias, activation, C, OC);
+    if (B == 3) linear<3>(out, stream, rows, weight, bias, activation, C, OC);
+    if (B == 4) linear<4>(out, stream, rows, weight, bias, activation, C, OC);
+}
+
+// ---- attention for one query a head ----
+
+constexpr int CHUNK = 256;  // the keys of a block: kv_cache.py's
+constexpr int LANES = 8;  // share a key or a value
+constexpr int MEMBERS = 256 / LANES;  // keys that a block reads at once
+constexpr int n = HS % W == 0 ? W : HS % 2 == 0 ? 2 : 1;  // numbers that a lane loads at once
+constexpr int PACKS = (HS + n * LANES - 1) / (n * LANES);  // how often
+constexpr int AT_ONCE = GROUP < 4 ? GROUP : 4;  // heads of queries whose output is in registers
+
+// Number i of neighbouring heads at `head`. With `turn`, a position's row of RoPE's table, it is
+// rotated together with its neighbour: see turn_pairs in llama3.cu.
+__device__ float turned(const real* __restrict__ head, int i, const float* __restrict__ turn) {
+    if (!turn) return to_float(head[i]);
+    float x = to_float(head[i & ~1]), y = to_float(head[i | 1]);
+    float cosine = turn[i % HS & ~1], sine = turn[i % HS | 1];
+    return i % 2 ? x * sine + y * cosine : x * cosine - y * sine;
+}
+
+// f(c) for each pack of n channels of a head that this lane has
+template <class F>
+__device__ void each_pack_of_head(F f) {
+#pragma unroll
+    for (int p = 0; p < PACKS; p++) {
+        int c = n * (threadIdx.x % LANES + LANES * p);
+        if (HS % (n * LANES) == 0 || c < HS) f(p, c);
+    }
+}
+
+// qkv (B,NH+2NKV,HS) has the query, key and value of a token at each sequence's position (B), where
+// key and value are written to keys and values (B,NKV,T,HS); rope (T,HS), unless null, turns query
+// and key. out (B,NH,HS) = weights v with weights = softmax(scale * q k'), over all keys up to the
+// position; with RELU, weights = max(0, scale * q k').
+//
+// A block has the heads of queries that share a head of keys, and CHUNK of the keys: blocks beyond
+// the position end at once. If several have keys, each leaves its sum in parts, with the largest
+// score and the sum of weights; the last of them to finish adds all up, in order. arrived counts
+// them: it begins as zeros and is left as zeros. Bound by memory: keys and values are read once.
+// Items: B*NKV heads along x, T along y.
+BLOCK(256, 1, 256)
+extern "C" __global__ void __launch_bounds__(256) token_attention(
+    real* __restrict__ out, real* keys, real* values, float* parts, int* arrived,
+    const real* __restrict__ qkv, const float* __restrict__ rope,
+    const int* __restrict__ positions, float scale, int B, int T, int NH) {
+    DYNAMIC_SHARED(float, q);              // (GROUP,HS)
+    float* weights = q + GROUP * HS;       // (GROUP,CHUNK); scores at first
+    float* of_warp = weights + GROUP * CHUNK;  // (8,AT_ONCE,HS)
+    float* tops = of_warp + 8 * AT_ONCE * HS;  // (GROUP)
+    float* sums = tops + GROUP;            // (GROUP)
+    int NKV = NH / GROUP, b = blockIdx.x / NKV, kv = blockIdx.x % NKV, position = positions[b];
+    int first = blockIdx.y * CHUNK, count = min(CHUNK, position + 1 - first);
+    if (count <= 0) return;
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, member = threadIdx.x / LANES;
+    const real* row = qkv + (size_t)b * (NH + 2 * NKV) * HS;
+    const float* turn = rope ? rope + (size_t)position * HS : nullptr;
+    size_t start = (size_t)blockIdx.x * T * HS, newest = start + (size_t)position * HS;
+    for (int i = threadIdx.x; i < GROUP * HS; i += blockDim.x)
+        q[i] = scale * turned(row + (size_t)kv * GROUP * HS, i, turn);
+    for (int i = threadIdx.x; first + count == position + 1 && i < HS; i += blockDim.x) {
+        from_float(keys[newest + i], turned(row + (size_t)(NH + kv) * HS, i, turn));
+        values[newest + i] = row[(size_t)(NH + NKV + kv) * HS + i];
+    }
+    __syncthreads();
+
+    const real *k = keys + start + (size_t)first * HS, *v = values + start + (size_t)first * HS;
+#pragma unroll
+    for (int s = member; s < CHUNK; s += MEMBERS) {
+        float score[GROUP] = {};
+        if (s < count)
+            each_pack_of_head([&](int p, int c) {
+                Pack<n> key = load<n>(k + (size_t)s * HS + c);
+                for (int g = 0; g < GROUP; g++)
+                    for (int j = 0; j < n; j++) score[g] += q[g * HS + c + j] * key[j];
+            });
+        for (int g = 0; g < GROUP; g++) {
+            for (int distance = LANES / 2; distance > 0; distance /= 2)
+                score[g] += __shfl_xor_sync(FULL_WARP, score[g], distance);
+            if (threadIdx.x % LANES == 0) weights[g * CHUNK + s] = score[g];
+        }
+    }
+    __syncthreads();
+    for (int g = warp; g < GROUP; g += 8) {
+        float *weight = weights + g * CHUNK, top = LOWEST, sum = 0.0f;
+        for (int s = lane; s < count; s += 32) top = fmaxf(top, weight[s]);
+        top = warp_max(top);
+        for (int s = lane; s < count; s += 32) {
+            weight[s] = RELU ? fmaxf(0.0f, weight[s]) : exponential(weight[s], top);
+            sum += weight[s];
+        }
+        sum = warp_sum(sum);
+        if (lane == 0) tops[g] = top, sums[g] = sum;
+    }
+    __syncthreads();
+
+    int chunks = position / CHUNK + 1;
+    // a head's part: HS numbers, the largest score, the sum of weights
+    float* part = parts + ((size_t)blockIdx.x * gridDim.y + blockIdx.y) * GROUP * (HS + 2);
+    real* result = out + ((size_t)b * NH + (size_t)kv * GROUP) * HS;  // (GROUP,HS)
+    for (int from = 0; from < GROUP; from += AT_ONCE) {
+        Pack<n> sum[AT_ONCE][PACKS] = {};
+#pragma unroll 4
+        for (int s = member; s < count; s += MEMBERS)
+            each_pack_of_head([&](int p, int c) {
+                Pack<n> value = load<n>(v + (size_t)s * HS + c);
+                for (int g = 0; g < AT_ONCE; g++) {
+                    float weight = weights[min(from + g, GROUP - 1) * CHUNK + s];
+                    for (int j = 0; j < n; j++) sum[g][p][j] += weight * value[j];
+                }
+            });
+        for (int g = 0; g < AT_ONCE; g++)  // the members of a warp; all lanes must take part
+            for (int p = 0; p < PACKS; p++)
+                for (int j = 0; j < n; j++)
+                    for (int distance = LANES; distance < 32; distance *= 2)
+                        sum[g][p][j] += __shfl_xor_sync(FULL_WARP, sum[g][p][j], distance);
+        if (lane < LANES)
+            each_pack_of_head([&](int p, int c) {
+                for (int g = 0; g < AT_ONCE; g++)
+                    store(of_warp + (warp * AT_ONCE + g) * HS + c, sum[g][p]);
+            });
+        __syncthreads();
+        for (int i = threadIdx.x; i < min(AT_ONCE, GROUP - from) * HS; i += blockDim.x) {
+            int g = from + i / HS;
+            float x = 0.0f;
+            for (int w = 0; w < 8; w++) x += of_warp[w * AT_ONCE * HS + i];
+            if (chunks == 1) from_float(result[from * HS + i], RELU ? x : x / sums[g]);
+            else part[g * (HS + 2) + i % HS] = x;
+        }
+        __syncthreads();
+    }
+    if (chunks == 1) return;
+
+    for (int g = threadIdx.x; g < GROUP; g += blockDim.x) {
+        part[g * (HS + 2) + HS] = tops[g];
+        part[g * (HS + 2) + HS + 1] = sums[g];
+    }
+    __threadfence();  // others see the part before they see that it is counted
+    __syncthreads();
+    __shared__ int last;
+    if (threadIdx.x == 0) {
+        last = atomicAdd(arrived + blockIdx.x, 1) == chunks - 1;
+        if (last) arrived[blockIdx.x] = 0;
+    }
+    __syncthreads();
+    if (!last) return;
+    __threadfence();
+    const float* all = parts + (size_t)blockIdx.x * gridDim.y * GROUP * (HS + 2);
+    for (int i = threadIdx.x; i < GROUP * HS; i += blockDim.x) {
+        int g = i / HS;
+        float top = LOWEST, sum = 0.0f, x = 0.0f;
+        for (int chunk = 0; chunk < chunks; chunk++)
+            top = fmaxf(top, __ldcg(all + (chunk * GROUP + g) * (HS + 2) + HS));
+        for (int chunk = 0; chunk < chunks; chunk++) {
+            const float* head = all + (chunk * GROUP + g) * (HS + 2);
+            float factor = RELU ? 1.0f : exponential(__ldcg(head + HS), top);
+            sum += factor * __ldcg(head + HS + 1);
+            x += factor * __ldcg(head + i % HS);
+        }
+        from_float(result[i], RELU ? x : x / sum);
+    }
+}
+
+// keys and values (NKV,T,HS) of tokens 0..N-1 = those of qkv (N,NH+2NKV,HS), which a full pass of
+// one sequence has left. Items: N*NKV*HS numbers.
+BLOCK(256, threads)
+extern "C" __global__ void keep_keys(real* __restrict__ keys, real* __restrict__ values,
+                                     const real* __restrict__ qkv, int N, int T, int NH) {
+    int NKV = NH / GROUP, i = blockIdx.x * blockDim.x + threadIdx.x, width = NKV * HS;
+    if (i >= N * width) return;
+    int t = i / width, head = i % width / HS, c = i % HS;
+    const real* k = qkv + (size_t)t * (NH + 2 * NKV) * HS + (size_t)NH * HS + i % width;
+    size_t at = ((size_t)head * T + t) * HS + c;
+    keys[at] = k[0];
+    values[at] = k[width];
+}
+
+}  // namespace kv_cache

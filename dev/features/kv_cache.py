@@ -1,0 +1,268 @@
+"""Samples at speed: the keys and values of earlier tokens are kept, so that a new token costs the
+pass of one row instead of all.
+
+A token sees those before it only in attention, and there only through their keys and values. These
+do not change when a token is added. So a text begins with a full pass, which leaves the keys and
+values of its tokens in the cache; then each token's pass writes its own, and its query attends to
+all. The logits are those of the full pass, but for the order of sums. kv_cache.cu has the kernels.
+
+The pass has two forms. Up to FEW sequences, a layer is five launches, bound by reading the weights:
+each product makes the norm before it, or adds to the residual stream. More sequences are products
+of matrices, by the device's library. On a GPU the pass is a graph: tokens and positions are in
+device memory, where the next token is drawn too.
+
+The cache holds T tokens. Beyond that the model sees the last T, whose positions all change with
+each token: then every token costs a full pass, as it does with --kv-cache 0. A full pass of
+anything else, such as a training step, empties the cache.
+"""
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+
+from dev.features.declare import Feature, Flag, Pair
+from train_gpt2 import Row, carve, ceil_div, to_float
+
+SOURCE = Path(__file__).resolve().with_suffix(".cu")
+FEW = 4  # rows of token_linear, at most
+CHUNK = 256  # keys of a block of token_attention
+STEPS = 8  # up to so many missing tokens are passed one by one, more by a full pass
+MOST_ROWS = 128  # sequences whose keys are kept at once, at most
+MOST_BYTES = 2**33  # of their keys and values, but for one sequence
+GELU, SWIGLU = 1, 2  # activations of token_linear
+
+
+def cache_table(c, rows, T, real):
+    """Keys and values of so many sequences, and the activations of one token of each: those of a
+    batch (rows,1), which all layers use in turn."""
+    NKV = getattr(c, "NKV", c.NH)
+    HS = c.C // c.NH
+    each = dict(dtype=real, layers=c.L)
+    parts = rows * c.NH * ceil_div(T, CHUNK) * (HS + 2)
+    own = [
+        Row("keys", (rows, NKV, T, HS), **each),
+        Row("values", (rows, NKV, T, HS), **each),
+        Row("tokens", (rows,), np.int32),  # the newest of each sequence
+        Row("positions", (rows,), np.int32),  # where it stands
+        Row("parts", (parts,)),  # of attention's sums
+        Row("arrived", (rows * NKV,), np.int32),
+    ]
+    return [*own, *(row._replace(layers=0, shape=(T, HS) if row.name == "rope" else row.shape)
+                    for row in c.activation_table(rows, 1, real))]
+
+
+class Cached:
+    """A model that keeps keys and values of the texts that it goes on from."""
+    ACTIVATION = GELU
+    HIDDEN = "fch_gelu"  # the tensor after it
+
+    @classmethod
+    def rows_of(cls, c, device, T):
+        """How many sequences have their keys kept: as many as --samples asks for, within reason."""
+        flags = getattr(cls, "flags", None)
+        asked = getattr(flags, "samples", None) if getattr(flags, "sample", None) else None
+        one = sum(row.nbytes for row in cache_table(c, 1, T, device.real)[:2])
+        return max(1, min(asked or 1, MOST_ROWS, MOST_BYTES // one))
+
+    @classmethod
+    def tables(cls, c, device, B, T):
+        rows = cls.rows_of(c, device, T)
+        return super().tables(c, device, B, T) | {"cache": cache_table(c, rows, T, device.real)}
+
+    def __init__(self, config, device, B, T):
+        super().__init__(config, device, B, T)
+        self.rows = self.rows_of(config, device, T)
+        self.cache = carve(self.arenas["cache"], cache_table(config, self.rows, T, device.real))
+        self.held = [[] for _ in range(self.rows)]  # the tokens whose keys are kept
+        self.filling = None  # [row, layer], in a full pass that fills the cache
+        self.now = None  # views of a token's pass: the activations of some rows
+        self.added = None  # what the next norm adds to the stream, in a pass of many rows
+        self.eps = getattr(config, "eps", 1e-5)  # under the norms' root
+        self.token_graphs = {}
+        table = config.parameter_table(device.real)
+        self.weights = [self.layer_views(self.params, table, l) for l in range(config.L)]
+
+    # ---- What is kept
+
+    def forget(self):
+        """Empty the cache: the parameters have changed, or may have."""
+        self.held = [[] for _ in range(self.rows)]
+
+    def set_batch(self, batch):
+        if self.filling is None:
+            self.forget()
+        super().set_batch(batch)
+
+    def set_tensors(self, tensors, kept):
+        super().set_tensors(tensors, kept)
+        self.held = [[] for _ in getattr(self, "held", ())]
+
+    def attention_forward(self, out, lse, qkv):
+        """As GPT2's. In a full pass that fills the cache, keep the keys and values."""
+        super().attention_forward(out, lse, qkv)
+        if self.filling:
+            row, l = self.filling
+            self.filling[1] += 1
+            keys, values = self.cache.keys[l, row], self.cache.values[l, row]
+            N = len(qkv)
+            self.device.launch("keep_keys", keys[:, :N].size, keys, values, qkv, N, self.T,
+                               self.config.NH)
+
+    def fill(self, row, tokens):
+        """Keep the keys and values of these tokens, fewer than T, in a row of the cache."""
+        held = self.held[row]
+        same = next((i for i, (a, b) in enumerate(zip(held, tokens)) if a != b),
+                    min(len(held), len(tokens)))
+        self.held[row] = []  # until it is done
+        if len(tokens) - same > STEPS:
+            self.filling = [row, 0]
+            try:
+                super().next_logits(tokens)
+            finally:
+                self.filling = None
+        else:
+            for i in range(same, len(tokens)):
+                self.begin(slice(row, row + 1), [tokens[i]], [i])
+                self.pass_of_token()
+        self.held[row] = list(tokens)
+
+    # ---- The pass of a token of each sequence
+
+    def next_logits(self, tokens):
+        """As GPT2.next_logits, from the cache."""
+        return self.next_logits_of([tokens])[0]
+
+    def next_logits_of(self, texts):
+        """The logits (B,V) of the tokens that follow B texts, lists of 1 to T ids. B is at most
+        `rows`."""
+        for row, tokens in enumerate(texts):
+            self.fill(row, tokens[:-1])
+        self.begin(slice(0, len(texts)), [tokens[-1] for tokens in texts],
+                   [len(tokens) - 1 for tokens in texts])
+        self.device.repeat(self.token_graphs, len(texts), self.pass_of_token)
+        for row, tokens in enumerate(texts):
+            self.held[row] = list(tokens)
+        return to_float(self.device.get(self.now.logits))[:, : self.config.V]
+
+    def begin(self, rows, tokens, positions):
+        """Go on with these rows of the cache, a slice: each gets a token at a position."""
+        cache = self.cache
+        count = rows.stop - rows.start
+        self.device.put(cache.tokens[rows], tokens)
+        self.device.put(cache.positions[rows], positions)
+        whole = {"keys", "values", "parts", "arrived", "rope"}
+        self.now = SimpleNamespace(
+            rows=rows, count=count, few=count <= FEW and self.fits(count),
+            **{name: array[:count] for name, array in vars(cache).items() if name not in whole})
+        self.now.tokens, self.now.positions = cache.tokens[rows], cache.positions[rows]
+
+    def fits(self, count):
+        """Whether a block has shared memory for so many rows of a product's input."""
+        longest = max(self.config.C, getattr(self.cache, self.HIDDEN).shape[1])
+        return 4 * count * longest <= self.device.max_shared
+
+    def pass_of_token(self):
+        """From tokens to logits (B,Vp): forward_pass and head_forward for one token of each
+        sequence."""
+        now, p = self.now, self.params
+        self.begin_stream()
+        self.added = None
+        for l, weights in enumerate(self.weights):
+            self.token_layer(l, weights)
+        self.norm_and_linear(now.logits, p.lnfw, getattr(p, "lnfb", None), self.head)
+
+    def begin_stream(self):
+        now, p = self.now, self.params
+        self.device.launch("token_embedding", now.residual.size, now.residual, now.tokens,
+                           now.positions, p.wte, getattr(p, "wpe", None), now.count, self.config.C)
+
+    def token_layer(self, l, p):
+        """As layer_forward."""
+        now = self.now
+        hidden = getattr(now, self.HIDDEN)
+        bias = vars(p).get  # Llama has none
+        self.norm_and_linear(now.qkv, p.ln1w, bias("ln1b"), p.qkvw, bias("qkvb"))
+        self.token_attention(l, None)
+        self.linear_and_add(now.atty, p.attprojw, bias("attprojb"))
+        self.norm_and_linear(hidden, p.ln2w, bias("ln2b"), p.fcw, bias("fcb"), self.ACTIVATION)
+        self.linear_and_add(hidden, p.fcprojw, bias("fcprojb"))
+
+    def token_attention(self, l, rope):
+        now, c, rows = self.now, self.config, self.now.rows
+        keys, values = self.cache.keys[l, rows], self.cache.values[l, rows]
+        _, NKV, T, HS = keys.shape
+        group = c.NH // NKV
+        # of kv_cache.cu: queries, weights, the sums of eight warps, and two numbers of each head
+        numbers = group * (HS + CHUNK + 2) + 8 * min(group, 4) * HS
+        self.device.launch("token_attention", (now.count * NKV, T), now.atty, keys, values,
+                           self.cache.parts, self.cache.arrived, now.qkv, rope, now.positions,
+                           self.scale, now.count, T, c.NH, shared=4 * numbers)
+
+    def norm_and_linear(self, out, normw, normb, weight, bias=None, activation=0):
+        """out (B,OC) = norm(x) (B,C) @ weight.T + bias, then GELU or SwiGLU, if asked."""
+        now = self.now
+        if now.few:
+            self.few_rows(out, None, None, now.residual, normw, normb, weight, bias, activation)
+            return
+        self.norm_of_rows(normw, normb)
+        inner = now.fch if activation else out
+        gelu = out if activation == GELU else None
+        self.device.matmul(inner, now.ln1, weight.T, bias=bias, gelu=gelu)
+        if activation == SWIGLU:
+            self.device.launch("swiglu_forward", out.size, out, inner, *out.shape)
+
+    def norm_of_rows(self, weight, bias):
+        now = self.now
+        self.device.launch("residual_layernorm_forward", now.count, now.ln1, now.ln1_mean,
+                           now.ln1_rstd, now.ln1_inp, now.residual, self.added, weight, bias,
+                           now.count)
+
+    def linear_and_add(self, inp, weight, bias):
+        """x (B,C) += inp @ weight.T + bias. With many rows the next norm adds it, as in a full
+        pass."""
+        now = self.now
+        if now.few:
+            self.few_rows(None, now.residual, inp, None, None, None, weight, bias, 0)
+            return
+        self.device.matmul(now.branch, inp, weight.T, bias=bias)
+        self.added = now.branch
+
+    def few_rows(self, out, stream, inp, x, normw, normb, weight, bias, activation):
+        """token_linear: see there."""
+        B, OC = (out if stream is None else stream).shape
+        C = weight.shape[1]
+        blocks = min(ceil_div(OC, 8), 8 * self.device.multiprocessors)  # of 8 warps
+        self.device.launch("token_linear", blocks, out, stream, inp, x, normw, normb, weight, bias,
+                           self.eps, activation, B, C, OC, shared=4 * B * C)
+
+
+class CachedLlama:
+    """What differs in Llama 3: RoPE instead of wpe, RMSNorm, SwiGLU."""
+    ACTIVATION = SWIGLU
+    HIDDEN = "fch_swiglu"
+
+    def __init__(self, config, device, B, T):
+        super().__init__(config, device, B, T)
+        rope = self.cache.rope
+        device.launch("rope_table", rope.size // 2, rope, config.theta, config.factor, T)
+
+    def token_attention(self, l, rope):
+        super().token_attention(l, self.cache.rope)
+
+    def norm_of_rows(self, weight, bias):
+        now = self.now
+        self.device.launch("residual_rmsnorm_forward", now.count, now.ln1, now.ln1_rstd,
+                           now.ln1_inp, now.residual, self.added, weight, self.eps, now.count)
+
+
+def asked(flags, ranks):
+    """Whether a run writes samples. FP8's products want many rows."""
+    samples = flags.sample is not None or flags.sample_every and flags.sample_tokens
+    return bool(flags.kv_cache and samples and flags.dtype != "fp8")
+
+
+FEATURE = Feature(
+    "kv cache", asked, Cached, sources=(SOURCE,), pairs=(Pair("Llama3", CachedLlama),), flags=(
+        Flag(None, "--kv-cache", "switch", 1, "0: keep no keys and values, so that each token of a "
+             "sample costs a full pass", "how long, and what is shown", after="--stop",
+             may_differ=True),))
