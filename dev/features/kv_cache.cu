@@ -287,4 +287,117 @@ extern "C" __global__ void keep_keys(real* __restrict__ keys, real* __restrict__
     values[at] = k[width];
 }
 
+// ---- the next token ----
+
+using Count = unsigned long long;
+
+// fp32 numbers as unsigned ones of the same order, and back.
+__device__ unsigned ordered(float x) {
+    unsigned bits = __float_as_uint(x);
+    return bits >> 31 ? ~bits : bits | 0x80000000;
+}
+__device__ float from_ordered(unsigned key) {
+    return __uint_as_float(key >> 31 ? key & 0x7fffffff : ~key);
+}
+
+// The sum over i < V of f(i), in all threads.
+template <class F>
+__device__ Count total(int V, F f) {
+    __shared__ Count of_warp[32];
+    Count sum = 0;
+    for (int i = threadIdx.x; i < V; i += blockDim.x) sum += f(i);
+    sum = warp_sum(sum);
+    if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = sum;
+    __syncthreads();
+    sum = warp_sum(threadIdx.x % 32 < blockDim.x / 32 ? of_warp[threadIdx.x % 32] : 0);
+    __syncthreads();  // from here on of_warp may be written again
+    return sum;
+}
+
+// The first i < V at which f(0) + .. + f(i) exceeds a target; V - 1 if none does. A thread adds up
+// neighbours; then one thread walks over warps, over the threads of a warp, over numbers.
+template <class F>
+__device__ int first_beyond(Count target, int V, F f) {
+    __shared__ Count of_thread[1024], of_warp[32];
+    __shared__ int found;
+    int threads = blockDim.x, each = (V + threads - 1) / threads, from = each * threadIdx.x;
+    Count sum = 0;
+    for (int i = from; i < min(from + each, V); i++) sum += f(i);
+    of_thread[threadIdx.x] = sum;
+    sum = warp_sum(sum);
+    if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = sum;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        int warp = 0, thread = 0, i = 0;
+        Count before = 0;
+        while (warp < threads / 32 - 1 && before + of_warp[warp] <= target) before += of_warp[warp++];
+        for (thread = 32 * warp; thread < 32 * warp + 31; before += of_thread[thread++])
+            if (before + of_thread[thread] > target) break;
+        for (i = each * thread; i < V - 1; i++) {
+            before += f(i);
+            if (before > target) break;
+        }
+        found = min(i, V - 1);
+    }
+    __syncthreads();
+    int i = found;
+    __syncthreads();
+    return i;
+}
+
+// For each of some rows of logits (B,Vp), the token that a coin in [0,1) draws: see sample.py, of
+// which this is choose. It becomes the row's next token, at the next position, and drawn[at], where
+// coin at of coins is used; both are (steps,stride). Weights are whole numbers, 2^40 times
+// e^((x - max) / temperature): so their sums are exact, in any order. The k likeliest words, and
+// the likeliest that have a share p, are those above a logit that is found bit by bit, and the
+// first of those that equal it. One block has a row, which stays in L2. Items: rows.
+BLOCK(1024, 1)
+extern "C" __global__ void __launch_bounds__(1024) draw_tokens(
+    int* tokens, int* positions, int* drawn, int* at, const float* __restrict__ coins,
+    const real* __restrict__ logits, float temperature, int top_k, float top_p, int V, int Vp,
+    int stride) {
+    int b = blockIdx.x, token;
+    const real* x = logits + (size_t)b * Vp;
+    float top = LOWEST;
+    for (int i = threadIdx.x; i < V; i += blockDim.x) top = fmaxf(top, to_float(x[i]));
+    top = block_reduce<warp_max>(top, LOWEST);
+    if (temperature == 0.0f)
+        token = first_beyond(0, V, [&](int i) -> Count { return to_float(x[i]) == top; });
+    else {
+        unsigned least = 0;  // words above this are kept, and the first that equal it
+        int last = V;
+        auto key = [&](int i) { return ordered(to_float(x[i])); };
+        auto weight = [&](int i) -> Count {
+            if (key(i) < least || key(i) == least && i > last) return 0;
+            return expf((to_float(x[i]) - top) / temperature) * 1099511627776.0f;
+        };
+        // Keep the fewest words, the likeliest first, of which f adds up to `wanted`.
+        auto keep = [&](Count wanted, auto f) {
+            unsigned found = 0;
+            for (int bit = 31; bit >= (sizeof(real) == 2 ? 16 : 0); bit--) {
+                unsigned tried = found | 1u << bit;
+                if (total(V, [&](int i) -> Count { return key(i) >= tried ? f(i) : 0; }) >= wanted)
+                    found = tried;
+            }
+            Count above = total(V, [&](int i) -> Count { return key(i) > found ? f(i) : 0; });
+            int end = first_beyond(wanted - above - 1, V, [&](int i) -> Count {
+                return key(i) == found ? f(i) : 0;
+            });
+            least = found, last = end;
+        };
+        if (0 < top_k && top_k < V) keep(top_k, [](int) -> Count { return 1; });
+        if (top_p < 1.0f) {
+            Count all = total(V, weight), wanted = ceil((double)top_p * all);
+            keep(wanted > 0 ? wanted : 1, weight);
+        }
+        Count target = (double)coins[at[b] * stride + b] * total(V, weight);
+        token = first_beyond(target, V, weight);
+    }
+    if (threadIdx.x > 0) return;
+    tokens[b] = token;
+    positions[b]++;
+    drawn[at[b] * stride + b] = token;
+    at[b]++;
+}
+
 }  // namespace kv_cache

@@ -21,12 +21,14 @@ from types import SimpleNamespace
 import numpy as np
 
 from dev.features.declare import Feature, Flag, Pair
+from dev.features.sample import choose
 from train_gpt2 import Row, carve, ceil_div, to_float
 
 SOURCE = Path(__file__).resolve().with_suffix(".cu")
 FEW = 4  # rows of token_linear, at most
 CHUNK = 256  # keys of a block of token_attention
 STEPS = 8  # up to so many missing tokens are passed one by one, more by a full pass
+AHEAD = 16  # tokens that a GPU draws before the host reads them, at most
 MOST_ROWS = 128  # sequences whose keys are kept at once, at most
 MOST_BYTES = 2**33  # of their keys and values, but for one sequence
 GELU, SWIGLU = 1, 2  # activations of token_linear
@@ -44,6 +46,9 @@ def cache_table(c, rows, T, real):
         Row("values", (rows, NKV, T, HS), **each),
         Row("tokens", (rows,), np.int32),  # the newest of each sequence
         Row("positions", (rows,), np.int32),  # where it stands
+        Row("coins", (AHEAD, rows)),
+        Row("drawn", (AHEAD, rows), np.int32),  # the tokens that these coins draw
+        Row("at", (rows,), np.int32),  # the next coin
         Row("parts", (parts,)),  # of attention's sums
         Row("arrived", (rows * NKV,), np.int32),
     ]
@@ -60,9 +65,10 @@ class Cached:
     def rows_of(cls, c, device, T):
         """How many sequences have their keys kept: as many as --samples asks for, within reason."""
         flags = getattr(cls, "flags", None)
-        asked = getattr(flags, "samples", None) if getattr(flags, "sample", None) else None
+        sampled = getattr(flags, "sample", None) is not None
         one = sum(row.nbytes for row in cache_table(c, 1, T, device.real)[:2])
-        return max(1, min(asked or 1, MOST_ROWS, MOST_BYTES // one))
+        most = FEW if device.name == "cpu" else min(MOST_ROWS, MOST_BYTES // one)
+        return max(1, min(flags.samples if sampled else 1, most))
 
     @classmethod
     def tables(cls, c, device, B, T):
@@ -79,6 +85,7 @@ class Cached:
         self.added = None  # what the next norm adds to the stream, in a pass of many rows
         self.eps = getattr(config, "eps", 1e-5)  # under the norms' root
         self.token_graphs = {}
+        self.draws = device.name == "cuda"  # whether tokens are drawn on the device
         table = config.parameter_table(device.real)
         self.weights = [self.layer_views(self.params, table, l) for l in range(config.L)]
 
@@ -126,6 +133,61 @@ class Cached:
                 self.pass_of_token()
         self.held[row] = list(tokens)
 
+    # ---- Texts
+
+    def continued(self, texts, count, coins, temperature, top_k, top_p):
+        """Yield `count` times the next tokens (B) of B texts, lists of ids. coins: an iterator of
+        numbers in [0, 1) for each. Settings are those of sample.choose."""
+        texts = [list(tokens) for tokens in texts]
+        settings = temperature, top_k, top_p
+        ahead = 1  # the first token is shown at once
+        while count:
+            longest = max(map(len, texts))
+            steps = min(count, ahead, self.T + 1 - longest) if self.draws else 0
+            if steps > 0:
+                rows = self.draw(texts, steps, coins, settings)
+            else:
+                rows = [[choose(logits, next(coin), *settings)
+                         for logits, coin in zip(self.logits_after(texts), coins)]]
+            for row in rows:
+                for tokens, token in zip(texts, row):
+                    tokens.append(token)
+                yield row
+            count -= len(rows)
+            ahead = min(2 * ahead, AHEAD)
+
+    def logits_after(self, texts):
+        """The logits (B,V) of the tokens that follow B texts, of which the model sees the last
+        T."""
+        if max(map(len, texts)) <= self.T:
+            return self.next_logits_of(texts)
+        return [self.next_logits(tokens[-self.T :]) for tokens in texts]
+
+    def draw(self, texts, steps, coins, settings):
+        """Draw the next tokens on the device: a list of `steps` lists (B)."""
+        B, cache = len(texts), self.cache
+        self.fill_all(texts)
+        for row in range(B):
+            self.held[row] = []  # until it is done
+        drawn = np.zeros(cache.coins.shape, np.float32)
+        drawn[:steps, :B] = [[next(coin) for coin in coins] for _ in range(steps)]
+        self.device.put(cache.coins, drawn)
+        self.device.zero(cache.at)
+        for _ in range(steps):
+            self.device.repeat(self.token_graphs, (B, *settings),
+                               lambda: self.pass_and_draw(*settings))
+        rows = self.device.get(cache.drawn)[:steps, :B].tolist()
+        for row, tokens in enumerate(texts):
+            self.held[row] = tokens + [step[row] for step in rows[:-1]]
+        return rows
+
+    def pass_and_draw(self, *settings):
+        """A token's pass, and the draw of the next token."""
+        now, cache, c = self.now, self.cache, self.config
+        self.pass_of_token()
+        self.device.launch("draw_tokens", now.count, now.tokens, now.positions, cache.drawn, now.at,
+                           cache.coins, now.logits, *settings, c.V, c.Vp, self.rows)
+
     # ---- The pass of a token of each sequence
 
     def next_logits(self, tokens):
@@ -135,14 +197,18 @@ class Cached:
     def next_logits_of(self, texts):
         """The logits (B,V) of the tokens that follow B texts, lists of 1 to T ids. B is at most
         `rows`."""
-        for row, tokens in enumerate(texts):
-            self.fill(row, tokens[:-1])
-        self.begin(slice(0, len(texts)), [tokens[-1] for tokens in texts],
-                   [len(tokens) - 1 for tokens in texts])
+        self.fill_all(texts)
         self.device.repeat(self.token_graphs, len(texts), self.pass_of_token)
         for row, tokens in enumerate(texts):
             self.held[row] = list(tokens)
         return to_float(self.device.get(self.now.logits))[:, : self.config.V]
+
+    def fill_all(self, texts):
+        """Get ready for a pass of the last token of each text."""
+        for row, tokens in enumerate(texts):
+            self.fill(row, tokens[:-1])
+        self.begin(slice(0, len(texts)), [tokens[-1] for tokens in texts],
+                   [len(tokens) - 1 for tokens in texts])
 
     def begin(self, rows, tokens, positions):
         """Go on with these rows of the cache, a slice: each gets a token at a position."""
@@ -150,7 +216,7 @@ class Cached:
         count = rows.stop - rows.start
         self.device.put(cache.tokens[rows], tokens)
         self.device.put(cache.positions[rows], positions)
-        whole = {"keys", "values", "parts", "arrived", "rope"}
+        whole = {"keys", "values", "parts", "arrived", "rope", "coins", "drawn"}
         self.now = SimpleNamespace(
             rows=rows, count=count, few=count <= FEW and self.fits(count),
             **{name: array[:count] for name, array in vars(cache).items() if name not in whole})

@@ -17,6 +17,7 @@ import codecs
 import itertools
 import secrets
 import sys
+from operator import itemgetter
 
 import numpy as np
 
@@ -65,11 +66,23 @@ def coins_of(seed):
 
 def generate(model, tokens, count, temperature, top_k, coins, top_p=1.0):
     """Yield `count` token ids that continue tokens (a list). The model sees the last T of them."""
+    if hasattr(model, "continued"):  # see kv_cache.py
+        [drawn] = together(model, tokens, count, temperature, top_k, [coins], top_p)
+        yield from drawn
+        return
     tokens = list(tokens)
     for _, coin in zip(range(count), coins):
         logits = model.next_logits(tokens[-model.T :])
         tokens.append(choose(logits, coin, temperature, top_k, top_p))
         yield tokens[-1]
+
+
+def together(model, tokens, count, temperature, top_k, coins, top_p=1.0):
+    """Iterators over the token ids that continue tokens (a list), one for each iterator of coins.
+    A model that keeps keys and values makes them side by side: see kv_cache.py."""
+    texts = [tokens] * len(coins)
+    steps = model.continued(texts, count, coins, temperature, top_k, top_p)
+    return [map(itemgetter(row), each) for row, each in enumerate(itertools.tee(steps, len(coins)))]
 
 
 # ---- Its text
@@ -112,20 +125,26 @@ def check_words(tokens, c):
 
 
 def stream(model, tokens, words, text, count, coins, temperature=1.0, top_k=0, write=None,
-           top_p=1.0, stop=None):
+           top_p=1.0, stop=None, drawn=None):
     """Write a text, and then its continuation by `count` tokens as they come. tokens: the text's
     ids; words: {id: bytes}. After an empty text the model starts a new one. write(piece) takes a
-    piece of text, and prints it by default. Raises UserError if the text has words that the model
-    does not have."""
+    piece of text, and prints it by default. drawn: the token ids of the continuation, if they are
+    drawn elsewhere. Raises UserError if the text has words that the model does not have."""
     write = write or (lambda piece: print(piece, end="", flush=True))
-    c = model.config
-    tokens = tokens or [min(c.EOT, c.V - 1)]
-    check_words(tokens, c)
+    tokens = beginning(model, tokens)
     write(text)
-    drawn = generate(model, tokens, count, temperature, top_k, coins, top_p)
+    drawn = drawn or generate(model, tokens, count, temperature, top_k, coins, top_p)
     for piece in texts(drawn, words, stop):
         if piece:
             write(piece)
+
+
+def beginning(model, tokens):
+    """The tokens that a model goes on from. Raises UserError if it does not have these words."""
+    c = model.config
+    tokens = tokens or [min(c.EOT, c.V - 1)]
+    check_words(tokens, c)
+    return tokens
 
 
 # ---- --sample
@@ -192,13 +211,25 @@ class Sampling:
     def write_samples(self, text, tokens):
         """Write a text, and its continuation: --samples times."""
         flags = self.flags
-        for number in range(1, flags.samples + 1):
-            seed = next(self.seeds)
-            if flags.samples > 1:
-                print(f"--- sample {number} of {flags.samples}, seed {seed} ---")
-            stream(self.model, tokens, self.words(), text, flags.sample_tokens, coins_of(seed),
-                   flags.temperature, flags.top_k, top_p=flags.top_p, stop=flags.stop)
-            print(flush=True)
+        rows = getattr(self.model, "rows", 1)  # samples at a time
+        for first in range(1, flags.samples + 1, rows):
+            numbers = range(first, min(first + rows, flags.samples + 1))
+            seeds = [next(self.seeds) for _ in numbers]
+            for number, seed, drawn in zip(numbers, seeds, self.drawn(tokens, seeds)):
+                if flags.samples > 1:
+                    print(f"--- sample {number} of {flags.samples}, seed {seed} ---")
+                stream(self.model, tokens, self.words(), text, flags.sample_tokens, coins_of(seed),
+                       flags.temperature, flags.top_k, top_p=flags.top_p, stop=flags.stop,
+                       drawn=drawn)
+                print(flush=True)
+
+    def drawn(self, tokens, seeds):
+        """For each seed the token ids of a continuation, if several are drawn at once; or None."""
+        flags = self.flags
+        if len(seeds) == 1:
+            return [None]
+        return together(self.model, beginning(self.model, tokens), flags.sample_tokens,
+                        flags.temperature, flags.top_k, [*map(coins_of, seeds)], flags.top_p)
 
 
 # ---- Samples while training
