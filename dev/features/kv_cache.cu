@@ -291,13 +291,11 @@ extern "C" __global__ void keep_keys(real* __restrict__ keys, real* __restrict__
 
 using Count = unsigned long long;
 
-// fp32 numbers as unsigned ones of the same order, and back.
-__device__ unsigned ordered(float x) {
-    unsigned bits = __float_as_uint(x);
-    return bits >> 31 ? ~bits : bits | 0x80000000;
-}
-__device__ float from_ordered(unsigned key) {
-    return __uint_as_float(key >> 31 ? key & 0x7fffffff : ~key);
+// Reals as unsigned numbers of the same order, of so many bits.
+constexpr int KEY_BITS = 8 * sizeof(real);
+__device__ unsigned key_of(real x) {
+    unsigned bits = __float_as_uint(to_float(x));
+    return (bits >> 31 ? ~bits : bits | 0x80000000) >> (32 - KEY_BITS);
 }
 
 // The sum over i < V of f(i), in all threads.
@@ -366,7 +364,7 @@ extern "C" __global__ void __launch_bounds__(1024) draw_tokens(
     else {
         unsigned least = 0;  // words above this are kept, and the first that equal it
         int last = V;
-        auto key = [&](int i) { return ordered(to_float(x[i])); };
+        auto key = [&](int i) { return key_of(x[i]); };
         auto weight = [&](int i) -> Count {
             if (key(i) < least || key(i) == least && i > last) return 0;
             return expf((to_float(x[i]) - top) / temperature) * 1099511627776.0f;
@@ -374,7 +372,7 @@ extern "C" __global__ void __launch_bounds__(1024) draw_tokens(
         // Keep the fewest words, the likeliest first, of which f adds up to `wanted`.
         auto keep = [&](Count wanted, auto f) {
             unsigned found = 0;
-            for (int bit = 31; bit >= (sizeof(real) == 2 ? 16 : 0); bit--) {
+            for (int bit = KEY_BITS - 1; bit >= 0; bit--) {
                 unsigned tried = found | 1u << bit;
                 if (total(V, [&](int i) -> Count { return key(i) >= tried ? f(i) : 0; }) >= wanted)
                     found = tried;

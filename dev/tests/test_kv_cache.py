@@ -1,0 +1,285 @@
+"""Test dev/features/kv_cache.py: its kernels against NumPy in float64, and a token's pass against a
+full pass over all tokens."""
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from dev.common.bf16 import to_bf16
+from dev.features.declare import stack
+from dev.features.devices import device_class
+from dev.features.kv_cache import AHEAD, FEW, SOURCE, Cached, CachedLlama
+from dev.features.sample import choose, coins_of, generate, together
+from dev.features.seams import GPT2
+from dev.lab.formulas import gelu, layernorm, rmsnorm
+from dev.llama3.train_llama3 import Llama3
+from dev.tests.checks import EXACT, check, fast, normal
+from dev.tests.models import on_device
+from dev.tests.trainings import call
+from dev.tests.test_sample import small_words, write_model
+from train_gpt2 import BF16, carve, offsets, pack_batch, read_kernels, to_float
+
+OWN = [*read_kernels([SOURCE])]
+FULL = ["encoder_forward", "residual_layernorm_forward", "attention_forward", "gelu_forward"]
+FULL_LLAMA = ["encoder_forward", "residual_rmsnorm_forward", "attention_forward", "rope_table",
+              "rope_forward", "swiglu_forward"]
+# Heads of 24 and 8 channels, and of 32 whose keys are shared by three heads of queries
+SIZES = {GPT2: dict(V=301, Vp=384, L=3, NH=4, C=96),
+         Llama3: dict(V=301, L=2, NH=6, NKV=2, C=192, multiple_of=32)}
+LIMIT = {"fp32": 1e-5, "bf16": 3e-2}
+made = {}
+
+
+def device_for(name, dtype, kind):
+    """A device, made once."""
+    key = name, dtype, kind
+    if key not in made:
+        full = FULL if kind is GPT2 else FULL_LLAMA
+        more = dict(only={*OWN, *full}) if name == "emulated" else {}
+        made[key] = device_class(name)(dtype, kind.Config(**SIZES[kind]), [SOURCE], **more)
+    return made[key]
+
+
+def models(device_name, dtype, kind, T, rows=1):
+    """(a model that keeps keys and values of so many texts; the same model without, on a CPU by
+    the loops)."""
+    device = device_for(device_name, dtype, kind)
+    loops = device if device_name == "cuda" else device_for("cpu", dtype, kind)
+    flags = SimpleNamespace(sample="", samples=rows)
+    classes = [Cached] if kind is GPT2 else [CachedLlama, Cached]
+    Kept = stack(kind, classes, dict(flags=flags, rows_of=lambda *args: rows))
+    c = kind.Config(**(SIZES[kind] | dict(maxT=T)))
+    table = c.parameter_table()
+    values = np.random.default_rng(1).normal(0, 0.2, offsets(table)[-1] // 4).astype(np.float32)
+    pair = Kept(c, device, 1, T), kind(c, loops, 1, T)
+    for model in pair:
+        model.set_parameters(vars(carve(values.view(np.uint8), table)).items())
+    for array in (pair[0].cache.keys, pair[0].cache.values):  # NaN where nothing is written
+        device.put(array, np.full(array.shape, -1, f"i{array.itemsize}").view(array.dtype))
+    return pair
+
+
+def tokens_of(count, seed=2):
+    return np.random.default_rng(seed).integers(301, size=count).tolist()
+
+
+# ---- A token's pass against a full pass
+
+
+@fast
+@pytest.mark.parametrize("kind", (GPT2, Llama3))
+def test_logits(device_name, kind):
+    """Logits after texts that grow by one token, that change in the middle, that are longer by more
+    tokens than are passed one by one, that fill all T, and that go on beyond."""
+    for name in ("cuda",) if device_name == "cuda" else ("emulated", "cpu"):
+        model, full = models(name, "fp32", kind, 40)
+        text = tokens_of(60)
+        changed = [*text[:5], 300 - text[5], *text[6:9]]
+        for tokens in (text[:1], text[:2], text[:3], text[:9], changed, text[:9], text[:25],
+                       text[:26], text[:2], text[:39], text[:40], text[1:41], text[2:42]):
+            yield (f"{name}, {len(tokens)} tokens", model.next_logits(tokens),
+                   full.next_logits(tokens), 1e-5)
+        before = model.next_logits(text[:4])
+        model.set_parameters([("lnfw", 2 * np.ones(model.config.C, np.float32))])
+        full.set_parameters([("lnfw", 2 * np.ones(model.config.C, np.float32))])
+        after = model.next_logits(text[:4])
+        check("new parameters", abs(after - before).max() > 0.1 * abs(before).max())
+        yield f"{name}, with new parameters", after, full.next_logits(text[:4]), 1e-5
+        batch = np.int32([text[:40]])
+        model.set_batch(pack_batch(batch, batch))
+        check("a full pass empties the cache", model.held == [[]], model.held)
+
+
+def test_bf16():
+    """The same in bf16, where roundings differ."""
+    for kind in (GPT2, Llama3):
+        model, full = models("cpu", "bf16", kind, 40)
+        for count in (1, 2, 20, 40):
+            tokens = tokens_of(count)
+            yield (f"{kind.__name__}, {count} tokens", model.next_logits(tokens),
+                   full.next_logits(tokens), 3e-2)
+
+
+@pytest.mark.parametrize("kind", (GPT2, Llama3))
+def test_batches(device_name, kind):
+    """Texts of several lengths side by side, as few rows and as many: logits, and the tokens that
+    are drawn from them until the longest is beyond T."""
+    for name in ("cuda",) if device_name == "cuda" else ("emulated", "cpu"):
+        for rows in (3, FEW + 2):
+            if name == "emulated" and rows > FEW and kind is GPT2:
+                continue  # Llama's does
+            model, full = models(name, "fp32", kind, 40, rows)
+            texts = [tokens_of(size, size) for size in (1, 30, 12, 39, 2, 17)[:rows]]
+            wish = np.array([full.next_logits(tokens) for tokens in texts])
+            yield f"{name}, {rows} rows", model.next_logits_of(texts), wish, 1e-5
+            count, seeds = 3 if name == "emulated" else 14, range(7, 7 + rows)
+            drawn = [*model.continued(texts, count, [*map(coins_of, seeds)], 0.8, 9, 0.9)]
+            alone = [[*generate(full, tokens, count, 0.8, 9, coins_of(seed), 0.9)]
+                     for tokens, seed in zip(texts, seeds)]
+            yield f"{name}, {rows} rows: drawn", np.array(drawn).T, np.array(alone), EXACT
+
+
+def test_drawn_on_the_device(device_name):
+    """Tokens that the device draws ahead, greedy ones too, are those of full passes: up to T, and
+    beyond."""
+    model, full = models(device_name, "fp32", GPT2, 24, 2)
+    model.draws = True
+    for temperature, top_k, top_p in ((0, 0, 1.0), (0.7, 5, 1.0), (1.0, 20, 0.8)):
+        text, count = tokens_of(9), AHEAD + 3
+        wish = [[*generate(full, text, count, temperature, top_k, coins_of(seed), top_p)]
+                for seed in (3, 4)]
+        found = [[*tokens] for tokens in together(model, text, count, temperature, top_k,
+                                                  [coins_of(3), coins_of(4)], top_p)]
+        yield f"t={temperature}, k={top_k}, p={top_p}", np.array(found), np.array(wish), EXACT
+
+
+# ---- Kernels against formulas
+
+
+def launch(device, name, items, outputs, *args, **sizes):
+    """Launch a kernel with NumPy arrays. outputs: those of the arguments that are returned."""
+    arrays = [on_device(device, x) if isinstance(x, np.ndarray) else x for x in args]
+    device.launch(name, items, *arrays, **sizes)
+    return [device.get(arrays[i]) for i in outputs]
+
+
+def real(device, x):
+    """x as the device stores it, and what that is in float64."""
+    stored = to_bf16(np.float32(x)) if device.real == BF16 else np.float32(x)
+    return stored, np.float64(to_float(stored))
+
+
+@pytest.mark.parametrize("dtype", ("fp32", "bf16"))
+def test_linear(device_name, dtype):
+    """Each form of token_linear, at odd sizes."""
+    limit = 3e-6 if dtype == "fp32" else 1e-2
+    for name in ("cuda",) if device_name == "cuda" else ("emulated", "cpu"):
+        device = device_for(name, dtype, GPT2)
+        for B, C, OC in ((1, 32, 3), (2, 96, 50), (3, 352, 13), (4, 1056, 67)):
+            stored = {}
+            for key, shape in dict(inp=(B, C), normw=(C,), normb=(C,), weight=(2 * OC, C),
+                                   bias=(OC,)).items():
+                stored[key] = real(device, normal(*shape) + (key == "normw"))
+            x = np.float32(3 * normal(B, C) + 1)
+            weight, bias = stored["weight"][1][:OC], stored["bias"][1]
+            gate = stored["weight"][1][OC:]
+            norms = dict(layer=layernorm(np.float64(x), stored["normw"][1], stored["normb"][1]),
+                         rms=rmsnorm(1e-5, np.float64(x), stored["normw"][1]))
+            empty = np.full((B, OC), 0xFF, np.uint8).astype(stored["inp"][0].dtype)
+            for norm, activation, biased in (("layer", 0, 1), ("layer", 1, 1), ("rms", 2, 0)):
+                rows = real(device, norms[norm])[1]
+                wish = rows @ weight.T + (bias if biased else 0)
+                if activation == 1:
+                    wish = gelu(wish)
+                if activation == 2:
+                    up = rows @ gate.T
+                    wish = wish * up / (1 + np.exp(-up))
+                [found] = launch(
+                    device, "token_linear", 3, [0], empty, None, None, x, stored["normw"][0],
+                    stored["normb"][0] if norm == "layer" else None, stored["weight"][0],
+                    stored["bias"][0] if biased else None, 1e-5, activation, B, C, OC,
+                    shared=4 * B * C)
+                yield f"{name} {B},{C},{OC}: {norm}norm, {activation}", found, wish, limit
+            stream = np.float32(normal(B, OC))
+            [found] = launch(device, "token_linear", 3, [1], None, stream, stored["inp"][0], None,
+                             None, None, stored["weight"][0], stored["bias"][0], 1e-5, 0, B, C, OC,
+                             shared=4 * B * C)
+            wish = stream + stored["inp"][1] @ weight.T + bias
+            yield f"{name} {B},{C},{OC}: added", found, wish, 3e-6
+
+
+def attended(q, keys, values):  # (HS), (n,HS), (n,HS) -> (HS)
+    score = keys @ q / np.sqrt(len(q))
+    weights = np.exp(score - score.max())
+    return weights @ values / weights.sum()
+
+
+@pytest.mark.parametrize("kind, NH, NKV, HS", ((GPT2, 4, 4, 24), (Llama3, 6, 2, 32)))
+def test_attention(device_name, kind, NH, NKV, HS):
+    """Positions in the first, the second and the third chunk of keys, and on their edges. The
+    newest key and value go to their place, and nothing else is written."""
+    B, T = 7, 600
+    positions = np.int32([0, 5, 255, 256, 300, 511, 599])
+    turn = np.random.default_rng(8).normal(size=T * HS // 2)
+    rope = np.stack([np.cos(turn), np.sin(turn)], -1).reshape(T, HS).astype(np.float32)
+    for name in ("cuda",) if device_name == "cuda" else ("emulated", "cpu"):
+        for dtype in ("fp32", "bf16") if kind is GPT2 or name == "cuda" else ("fp32",):
+            device = device_for(name, dtype, kind)
+            qkv, truth = real(device, 2 * normal(B, NH + 2 * NKV, HS))
+            keys, k = real(device, 2 * normal(B, NKV, T, HS))
+            values, v = real(device, normal(B, NKV, T, HS))
+            if kind is Llama3:
+                angle = turn.reshape(T, -1)[positions][:, None]
+                pairs = truth.reshape(B, -1, HS // 2, 2)
+                x, y = pairs[..., 0], pairs[..., 1]
+                turned = np.stack([x * np.cos(angle) - y * np.sin(angle),
+                                   x * np.sin(angle) + y * np.cos(angle)], -1).reshape(truth.shape)
+                truth = np.concatenate([turned[:, : NH + NKV], truth[:, NH + NKV :]], 1)
+            for b, position in enumerate(positions):
+                k[b, :, position] = real(device, truth[b, NH : NH + NKV])[1]
+                v[b, :, position] = truth[b, NH + NKV :]
+            wish = [[attended(truth[b, h], k[b, h * NKV // NH, : position + 1],
+                              v[b, h * NKV // NH, : position + 1]) for h in range(NH)]
+                    for b, position in enumerate(positions)]
+            group = NH // NKV
+            found = launch(
+                device, "token_attention", (B * NKV, T), (0, 1, 2, 4),
+                np.zeros((B, NH, HS), qkv.dtype), keys, values,
+                np.full(B * NH * 3 * (HS + 2), np.nan, np.float32), np.zeros(B * NKV, np.int32),
+                qkv, rope if kind is Llama3 else None, positions, HS**-0.5, B, T, NH,
+                shared=4 * (group * (HS + 258) + 8 * min(group, 4) * HS))
+            what = f"{name} {dtype} {kind.__name__}"
+            yield what, found[0], np.array(wish), 2e-6 if dtype == "fp32" else 1e-2
+            yield f"{what}: keys", found[1], k, 1e-6 if dtype == "fp32" else 1e-4
+            yield f"{what}: values", found[2], v, 1e-12
+            check(f"{what}: the counters are zeros again", not found[3].any(), found[3])
+
+
+@pytest.mark.parametrize("dtype", ("fp32", "bf16"))
+def test_draws(device_name, dtype):
+    """draw_tokens against choose, with the same coins; in some rows many logits are equal, and one
+    is minus infinity."""
+    device = device_for(device_name, dtype, GPT2)
+    rng, V, Vp, B = np.random.default_rng(3), 1531, 1600, 4
+    for t, k, p in ((0, 0, 1.0), (1, 0, 1.0), (0.5, 0, 1.0), (1, 1, 1.0), (1, 5, 1.0),
+                    (2, 900, 0.8973), (1, 0, 0.7), (0.8, 2000, 0.05), (3, 40, 0.999)):
+        logits = np.stack([rng.normal(0, 2, Vp), rng.integers(-3, 3, Vp), rng.normal(0, 9, Vp),
+                           rng.integers(-1, 2, Vp) * 30.0])
+        logits[:, V:] = 1000  # padding
+        logits[:, 7] = -np.inf
+        stored, truth = real(device, logits)
+        coins = rng.random((AHEAD, B), dtype=np.float32)
+        tokens, positions, drawn, at = launch(
+            device, "draw_tokens", B, (0, 1, 2, 3), np.zeros(B, np.int32), np.arange(B, dtype="i4"),
+            np.full((AHEAD, B), -1, np.int32), np.full(B, 2, np.int32), coins, stored, t, k, p, V,
+            Vp, B)
+        wish = [choose(np.float32(truth[b, :V]), coins[2, b], t, k, p) for b in range(B)]
+        yield f"t={t}, k={k}, p={p}", tokens, np.int32(wish), EXACT
+        yield "the same, for the host", drawn[2], np.int32(wish), EXACT
+        check("in their places", [*positions, *at] == [1, 2, 3, 4, 3, 3, 3, 3]
+              and (drawn == -1).sum() == (AHEAD - 1) * B, (positions, at))
+
+
+# ---- On the command line
+
+
+def test_samples(folder):
+    """--samples: side by side as one by one, and as with full passes."""
+    with small_words(folder):
+        write_model("model.bin", 50257)
+        flags = ("--device", "cpu", "-e", "model.bin", "--temperature", 0.9)
+
+        def run(*more):
+            status, text, error = call(*flags, *more)
+            check(f"{more}", status == 0, error)
+            return text
+
+        text = run("--sample", "AB", "--samples", 6, "--seed", 5, "-g", 45)
+        parts = text.split("\n--- sample ")
+        check("six samples", len(parts) == 6, len(parts))
+        for i in (0, 3, 5):
+            alone = run("--sample", "AB", "--seed", 5 + i, "-g", 45)
+            check(f"sample {i}", parts[i].split(" ---\n")[1].rstrip("\n") == alone.rstrip("\n"))
+        for more in ((), ("--top-k", 3), ("--stop", "A")):
+            more = ("--sample", "AB", "--samples", 3, "--seed", 5, "-g", 30, *more)
+            check(f"full passes {more}", run(*more) == run(*more, "--kv-cache", 0))
