@@ -58,17 +58,30 @@ __device__ void bring_rows(float* rows, const real* __restrict__ inp, const floa
     __syncthreads();
 }
 
-// The products of a warp: a row of a weight with each of R rows.
+// Have memory that will be read brought to L2.
+#ifdef __CUDACC__
+__device__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+#else
+__device__ void prefetch(const void*) {}
+#endif
+
+// The products of a warp: a row of a weight with each of R rows. A lane has `depth` loads under way
+// before it needs the first.
 template <int R>
 __device__ Pack<R> products(const real* __restrict__ weight, const float* rows, int C) {
+    constexpr int depth = R == 1 ? 6 : 4;
     Pack<R> sum = {};
-#pragma unroll 4  // so that several loads are under way
-    for (int c = W * (threadIdx.x % 32); c < C; c += 32 * W) {
-        Pack<W> w = load<W>(weight + c);
-        for (int r = 0; r < R; r++) {
-            Pack<W> x = load<W>(rows + r * C + c);
-            for (int j = 0; j < W; j++) sum[r] += w[j] * x[j];
-        }
+    for (int c = W * (threadIdx.x % 32); c < C; c += depth * 32 * W) {
+        Pack<W> w[depth];
+#pragma unroll
+        for (int d = 0; d < depth; d++)
+            if (c + d * 32 * W < C) w[d] = load<W>(weight + c + d * 32 * W);
+#pragma unroll
+        for (int d = 0; d < depth; d++)
+            for (int r = 0; r < R && c + d * 32 * W < C; r++) {
+                Pack<W> x = load<W>(rows + r * C + c + d * 32 * W);
+                for (int j = 0; j < W; j++) sum[r] += w[d][j] * x[j];
+            }
     }
     for (int r = 0; r < R; r++) sum[r] = warp_sum(sum[r]);
     return sum;
@@ -97,8 +110,8 @@ __device__ void linear(real* out, float* stream, const float* rows, const real* 
 // inp, or norm(x) unless x is null. Then stream (B,OC) += y, unless null; else out (B,OC) =
 // y, GELU(y) with activation 1; with 2, y * silu(gate), and weight (2*OC,C) has rows for y and then
 // for the gate. A warp has a row of the weight at a time, 16 bytes a lane, and the B rows are in
-// shared memory: each block makes their norm anew, which costs less than a launch. Bound by memory:
-// the weight is read once. Items: blocks.
+// shared memory: each block makes their norm anew, which costs less than a launch. Meanwhile L2 gets
+// the first row of the weight of each warp. Bound by memory: the weight is read once. Items: blocks.
 BLOCK(256, 1)
 extern "C" __global__ void __launch_bounds__(256) token_linear(
     real* __restrict__ out, float* __restrict__ stream, const real* __restrict__ inp,
@@ -106,6 +119,9 @@ extern "C" __global__ void __launch_bounds__(256) token_linear(
     const real* __restrict__ weight, const real* __restrict__ bias, float eps, int activation,
     int B, int C, int OC) {
     DYNAMIC_SHARED(float, rows);
+    int o = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;  // the first row of this warp
+    for (int c = W * (threadIdx.x % 32); o < OC && c < C; c += 32 * W)
+        prefetch(weight + (size_t)o * C + c);
     bring_rows(rows, inp, x, normw, normb, eps, B, C);
     if (B == 1) linear<1>(out, stream, rows, weight, bias, activation, C, OC);
     if (B == 2) linear<2>(out, stream, rows, weight, bias, activation, C, OC);
@@ -312,6 +328,20 @@ __device__ Count total(int V, F f) {
     return sum;
 }
 
+// The first i < V at which logits x are largest, in all threads.
+__device__ int likeliest(int V, const real* x) {
+    __shared__ Count of_warp[32];
+    Count best = 0;  // the logit, and below it the index, from behind
+    auto take = [&](Count other) { best = other > best ? other : best; };
+    for (unsigned i = threadIdx.x; i < V; i += blockDim.x) take((Count)key_of(x[i]) << 32 | ~i);
+    for (int distance = 16; distance > 0; distance /= 2)
+        take(__shfl_xor_sync(FULL_WARP, best, distance));
+    if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = best;
+    __syncthreads();
+    for (int warp = 0; warp < blockDim.x / 32; warp++) take(of_warp[warp]);
+    return ~(unsigned)best;
+}
+
 // The first i < V at which f(0) + .. + f(i) exceeds a target; V - 1 if none does. A thread adds up
 // neighbours; then one thread walks over warps, over the threads of a warp, over numbers.
 template <class F>
@@ -354,14 +384,11 @@ extern "C" __global__ void __launch_bounds__(1024) draw_tokens(
     int* tokens, int* positions, int* drawn, int* at, const float* __restrict__ coins,
     const real* __restrict__ logits, float temperature, int top_k, float top_p, int V, int Vp,
     int stride) {
-    int b = blockIdx.x, token;
+    int b = blockIdx.x;
     const real* x = logits + (size_t)b * Vp;
-    float top = LOWEST;
-    for (int i = threadIdx.x; i < V; i += blockDim.x) top = fmaxf(top, to_float(x[i]));
-    top = block_reduce<warp_max>(top, LOWEST);
-    if (temperature == 0.0f)
-        token = first_beyond(0, V, [&](int i) -> Count { return to_float(x[i]) == top; });
-    else {
+    int token = likeliest(V, x);
+    if (temperature != 0.0f) {
+        float top = to_float(x[token]);
         unsigned least = 0;  // words above this are kept, and the first that equal it
         int last = V;
         auto key = [&](int i) { return key_of(x[i]); };
