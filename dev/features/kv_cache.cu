@@ -69,7 +69,7 @@ __device__ void prefetch(const void*) {}
 // before it needs the first.
 template <int R>
 __device__ Pack<R> products(const real* __restrict__ weight, const float* rows, int C) {
-    constexpr int depth = R == 1 ? 6 : 4;
+    constexpr int depth = R == 1 ? 6 : 2;  // what registers hold, for three blocks
     Pack<R> sum = {};
     for (int c = W * (threadIdx.x % 32); c < C; c += depth * 32 * W) {
         Pack<W> w[depth];
@@ -113,7 +113,7 @@ __device__ void linear(real* out, float* stream, const float* rows, const real* 
 // shared memory: each block makes their norm anew, which costs less than a launch. Meanwhile L2 gets
 // the first row of the weight of each warp. Bound by memory: the weight is read once. Items: blocks.
 BLOCK(256, 1)
-extern "C" __global__ void __launch_bounds__(256) token_linear(
+extern "C" __global__ void __launch_bounds__(256, 3) token_linear(
     real* __restrict__ out, float* __restrict__ stream, const real* __restrict__ inp,
     const float* __restrict__ x, const real* __restrict__ normw, const real* __restrict__ normb,
     const real* __restrict__ weight, const real* __restrict__ bias, float eps, int activation,

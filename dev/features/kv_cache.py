@@ -297,7 +297,7 @@ class Cached:
         """token_linear: see there."""
         B, OC = (out if stream is None else stream).shape
         C = weight.shape[1]
-        blocks = min(ceil_div(OC, 8), 4 * self.device.multiprocessors)  # of 8 warps
+        blocks = min(ceil_div(OC, 8), 3 * self.device.multiprocessors)  # of 8 warps
         self.device.launch("token_linear", blocks, out, stream, inp, x, normw, normb, weight, bias,
                            self.eps, activation, B, C, OC, shared=4 * B * C)
 

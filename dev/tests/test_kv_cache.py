@@ -90,10 +90,10 @@ def test_logits(device_name, kind):
         check("a full pass empties the cache", model.held == [[]], model.held)
 
 
-def test_bf16():
+def test_bf16(device_name):
     """The same in bf16, where roundings differ."""
     for kind in (GPT2, Llama3):
-        model, full = models("cpu", "bf16", kind, 40)
+        model, full = models("cuda" if device_name == "cuda" else "cpu", "bf16", kind, 40)
         for count in (1, 2, 20, 40):
             tokens = tokens_of(count)
             yield (f"{kind.__name__}, {count} tokens", model.next_logits(tokens),
