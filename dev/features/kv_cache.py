@@ -56,6 +56,12 @@ def cache_table(c, rows, T, real):
                     for row in c.activation_table(rows, 1, real))]
 
 
+def shared_of_attention(group, HS):
+    """The shared memory of token_attention in bytes: queries, weights, the sums of eight warps, and
+    two numbers of each head."""
+    return 4 * (group * (HS + CHUNK + 2) + 8 * min(group, 4) * HS)
+
+
 class Cached:
     """A model that keeps keys and values of the texts that it goes on from."""
     ACTIVATION = GELU
@@ -257,12 +263,10 @@ class Cached:
         now, c, rows = self.now, self.config, self.now.rows
         keys, values = self.cache.keys[l, rows], self.cache.values[l, rows]
         _, NKV, T, HS = keys.shape
-        group = c.NH // NKV
-        # of kv_cache.cu: queries, weights, the sums of eight warps, and two numbers of each head
-        numbers = group * (HS + CHUNK + 2) + 8 * min(group, 4) * HS
         self.device.launch("token_attention", (now.count * NKV, T), now.atty, keys, values,
                            self.cache.parts, self.cache.arrived, now.qkv, rope, now.positions,
-                           self.scale, now.count, T, c.NH, shared=4 * numbers)
+                           self.scale, now.count, T, c.NH,
+                           shared=shared_of_attention(c.NH // NKV, HS))
 
     def norm_and_linear(self, out, normw, normb, weight, bias=None, activation=0):
         """out (B,OC) = norm(x) (B,C) @ weight.T + bias, then GELU or SwiGLU, if asked."""

@@ -22,7 +22,7 @@ from train_gpt2 import read_kernels
 
 BESIDE = [LAB.parent / f"{name}.cu" for name in (
     "llama3/llama3", "features/moments", "features/outliers", "features/recompute",
-    "features/recompute_llama")]
+    "features/recompute_llama", "features/kv_cache")]
 
 
 class Task(NamedTuple):

@@ -8,7 +8,8 @@ import pytest
 from dev.common.bf16 import to_bf16
 from dev.features.declare import stack
 from dev.features.devices import device_class
-from dev.features.kv_cache import AHEAD, FEW, SOURCE, Cached, CachedLlama
+from dev.features.kv_cache import (AHEAD, FEW, SOURCE, Cached, CachedLlama,
+                                   shared_of_attention)
 from dev.features.sample import choose, coins_of, generate, together
 from dev.features.seams import GPT2
 from dev.lab.formulas import gelu, layernorm, rmsnorm
@@ -221,13 +222,12 @@ def test_attention(device_name, kind, NH, NKV, HS):
             wish = [[attended(truth[b, h], k[b, h * NKV // NH, : position + 1],
                               v[b, h * NKV // NH, : position + 1]) for h in range(NH)]
                     for b, position in enumerate(positions)]
-            group = NH // NKV
             found = launch(
                 device, "token_attention", (B * NKV, T), (0, 1, 2, 4),
                 np.zeros((B, NH, HS), qkv.dtype), keys, values,
                 np.full(B * NH * 3 * (HS + 2), np.nan, np.float32), np.zeros(B * NKV, np.int32),
                 qkv, rope if kind is Llama3 else None, positions, HS**-0.5, B, T, NH,
-                shared=4 * (group * (HS + 258) + 8 * min(group, 4) * HS))
+                shared=shared_of_attention(NH // NKV, HS))
             what = f"{name} {dtype} {kind.__name__}"
             yield what, found[0], np.array(wish), 2e-6 if dtype == "fp32" else 1e-2
             yield f"{what}: keys", found[1], k, 1e-6 if dtype == "fp32" else 1e-4
