@@ -8,7 +8,7 @@ MOMENTS, FP8, OUTLIERS = ("dev/features/moments.cu", "dev/features/fp8/fp8.cu",
 FP8_OUTPUT, BOXES, SUMS = ("dev/features/fp8/fp8_output.cuh", "dev/cpu/hopper.h",
                            "dev/features/ranks/sums.cu")
 FUSED, RECOMPUTE = "dev/features/fused_biases.cu", "dev/features/recompute.cu"
-RECOMPUTE_LLAMA = "dev/features/recompute_llama.cu"
+RECOMPUTE_LLAMA, KV = "dev/features/recompute_llama.cu", "dev/features/kv_cache.cu"
 FUSED_TESTS = "attention", "rows"  # of test_fused_biases.py
 # A kind: it reads what it does not use, which only AddressSanitizer sees.
 OUT_OF_BOUNDS = "out of bounds"
@@ -504,6 +504,18 @@ TABLE = [
             ("index", "gqa_forward1", "h / (NH / NKV)", "h % NKV"),
             ("mask", "gqa_forward1", "s <= t;", "s < t;")),
     *of_lab("gqa_backward", ("missing term", "gqa_backward2_kv", " - delta[of_query]", "")),
+    *of_lab("token_linear",
+            ("bound", "token_linear1", "c < C", "c < C - 1"),
+            ("stride", "token_linear2", "c += 32", "c += 33"),
+            ("missing term", "token_linear3", " + to_float(bias[o])", "")),
+    *of("token_linear", ("index", "products", "weight + c + d * 32 * W", "weight + c"), file=KV),
+    *of_lab("token_attention",
+            ("bound", "token_attention1", "s <= head.position", "s < head.position"),
+            ("missing term", "token_attention2", "if (first) head.keys", "if (false) head.keys")),
+    *of("token_attention",
+        ("constant", "token_attention", "scale * turned", "turned"),
+        ("bound", "token_attention", "w < 8; w++", "w < 7; w++"),
+        ("missing term", "token_attention", "x += factor * __ldcg", "x += __ldcg"), file=KV),
 ]
 
 # {function with a barrier, in a file of several kernels: the lab's kernel whose checks must notice

@@ -35,7 +35,7 @@ def device_for(name, dtype, kind):
     """A device, made once."""
     key = name, dtype, kind
     if key not in made:
-        full = FULL if kind is GPT2 else FULL_LLAMA
+        full = () if dtype == "bf16" else FULL if kind is GPT2 else FULL_LLAMA
         more = dict(only={*OWN, *full}) if name == "emulated" else {}
         made[key] = device_class(name)(dtype, kind.Config(**SIZES[kind]), [SOURCE], **more)
     return made[key]
@@ -81,8 +81,8 @@ def test_logits(device_name, kind):
             yield (f"{name}, {len(tokens)} tokens", model.next_logits(tokens),
                    full.next_logits(tokens), 1e-5)
         before = model.next_logits(text[:4])
-        model.set_parameters([("lnfw", 2 * np.ones(model.config.C, np.float32))])
-        full.set_parameters([("lnfw", 2 * np.ones(model.config.C, np.float32))])
+        for each in (model, full):  # also keys and values change
+            each.set_parameters([("ln1w", np.full((model.config.L, model.config.C), 2, "f4"))])
         after = model.next_logits(text[:4])
         check("new parameters", abs(after - before).max() > 0.1 * abs(before).max())
         yield f"{name}, with new parameters", after, full.next_logits(text[:4]), 1e-5
@@ -132,6 +132,9 @@ def test_drawn_on_the_device(device_name):
         found = [[*tokens] for tokens in together(model, text, count, temperature, top_k,
                                                   [coins_of(3), coins_of(4)], top_p)]
         yield f"t={temperature}, k={top_k}, p={top_p}", np.array(found), np.array(wish), EXACT
+    [three] = together(model, text, 3, 0, 0, [coins_of(3)])
+    tokens = [*text, *three, 7]
+    yield "and then another token", model.next_logits(tokens), full.next_logits(tokens), 1e-5
 
 
 # ---- Kernels against formulas
