@@ -115,20 +115,32 @@ def pytorch(flags, c, tensors):
             x = x + F.linear(F.gelu(h, approximate="tanh"), p.fcprojw, p.fcprojb)
         return F.linear(F.layer_norm(x, (c.C,), lnfw, lnfb), wte).argmax(-1)
 
-    if place == "cuda":
-        step = torch.compile(step, mode="max-autotune", fullgraph=True)
-    positions = torch.arange(T, device=place)[:, None]
     texts = torch.tensor(texts_of(flags, c), device=place)
+    tokens, position = texts[:, -1].clone(), torch.zeros(1, dtype=torch.long, device=place)
+
+    @torch.no_grad()
+    def next_token():
+        tokens.copy_(step(tokens, position))
+        position.add_(1)
+
+    if place == "cuda":
+        step = torch.compile(step, mode="max-autotune-no-cudagraphs", fullgraph=True)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            next_token()
+        torch.cuda.synchronize()
+        graph, recorded = torch.cuda.CUDAGraph(), next_token
+        with torch.cuda.graph(graph):
+            recorded()
+        next_token = graph.replay
 
     def begin():
-        state = dict(at=texts.shape[1] - 1, tokens=texts[:, -1].clone())
+        tokens.copy_(texts[:, -1])
+        position.fill_(texts.shape[1] - 1)
 
         def make(count):
-            with torch.inference_mode():
-                for _ in range(count):
-                    state["tokens"] = step(state["tokens"], positions[state["at"]]).clone()
-                    state["at"] += 1
-            state["tokens"].cpu()  # waits
+            for _ in range(count):
+                next_token()
+            tokens.cpu()  # waits
 
         return make
 
