@@ -38,7 +38,8 @@ FLAGS = [
     (None, "--tokens", "count", 128, "tokens that are timed"),
     (None, "--rounds", "count", 3, "how often"),
     (None, "--device", ("cuda", "cpu"), None, "where to compute"),
-    (None, "--dtype", ("fp32", "tf32", "bf16"), None, "default: bf16, on a CPU fp32")]
+    (None, "--dtype", ("fp32", "tf32", "bf16"), None, "default: bf16, on a CPU fp32"),
+    (None, "--alone", "switch", 0, "1: without PyTorch and transformers")]
 FIRST = 3 * AHEAD - 1  # tokens until graphs are recorded, and AHEAD are drawn at a time
 
 
@@ -118,28 +119,29 @@ def pytorch(flags, c, tensors):
     texts = torch.tensor(texts_of(flags, c), device=place)
     tokens, position = texts[:, -1].clone(), torch.zeros(1, dtype=torch.long, device=place)
 
-    @torch.no_grad()
-    def next_token():
+    def advance():
         tokens.copy_(step(tokens, position))
         position.add_(1)
 
-    if place == "cuda":
-        step = torch.compile(step, mode="max-autotune-no-cudagraphs", fullgraph=True)
-        with torch.cuda.stream(torch.cuda.Stream()):
-            next_token()
-        torch.cuda.synchronize()
-        graph, recorded = torch.cuda.CUDAGraph(), next_token
-        with torch.cuda.graph(graph):
-            recorded()
-        next_token = graph.replay
+    if place == "cuda":  # compile's own graphs refuse a cache that is written
+        step = torch.compile(step, fullgraph=True)
+        graph = torch.cuda.CUDAGraph()
+        with torch.inference_mode():
+            for _ in range(3):
+                advance()
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph):
+                advance()
+        advance = graph.replay
 
     def begin():
         tokens.copy_(texts[:, -1])
         position.fill_(texts.shape[1] - 1)
 
         def make(count):
-            for _ in range(count):
-                next_token()
+            with torch.inference_mode():
+                for _ in range(count):
+                    advance()
             tokens.cpu()  # waits
 
         return make
@@ -185,7 +187,8 @@ def main():
         read_parameters(flags.model, c) if from_file else draw_parameters(c, 42))}
     print(f"{flags.model}, {flags.dtype}, {flags.device}: {flags.batch} texts, context "
           f"{max(flags.context, FIRST + 1)}")
-    for package, measure in ((None, ours), ("torch", pytorch), ("transformers", with_transformers)):
+    peers = [] if flags.alone else [("torch", pytorch), ("transformers", with_transformers)]
+    for package, measure in [(None, ours), *peers]:
         if package and not importlib.util.find_spec(package):
             print(f"{package} is not installed")
             continue

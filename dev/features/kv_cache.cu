@@ -34,24 +34,44 @@ __device__ void bring_rows(float* rows, const real* __restrict__ inp, const floa
                            float eps, int B, int C) {
     for (int i = W * threadIdx.x; !x && i < B * C; i += W * blockDim.x)
         store(rows + i, load<W>(inp + i));
-    for (int b = 0; x && b < B; b++) {
-        float *row = rows + b * C, sum = 0.0f, squares = 0.0f;
-        for (int c = 4 * threadIdx.x; c < C; c += 4 * blockDim.x) {
-            Pack<4> v = load<4>(x + b * C + c);
-            store(row + c, v);  // only this thread reads it until the end
-            sum += v[0] + v[1] + v[2] + v[3];
+    // Two warps have a row: so all rows are made at once, and each as it would be alone.
+    int row = threadIdx.x / 64, first = 4 * (threadIdx.x % 64);
+    if (x) {
+        constexpr int step = 4 * 64, loads = 4;  // columns of two warps; loads under way at once
+        __shared__ float of_warp[2][8];
+        float *to = rows + row * C, sum = 0.0f, squares = 0.0f;
+        Pack<4> w = {}, shift = {};  // for the first four columns, before they are needed
+        if (row < B && first < C) w = load<4>(normw + first);
+        if (row < B && first < C && normb) shift = load<4>(normb + first);
+        for (int from = first; row < B && from < C; from += loads * step) {
+            Pack<4> v[loads];
+#pragma unroll
+            for (int i = 0; i < loads; i++)
+                if (from + i * step < C) v[i] = load<4>(x + row * C + from + i * step);
+#pragma unroll
+            for (int i = 0; i < loads; i++)
+                if (from + i * step < C) {
+                    store(to + from + i * step, v[i]);  // only this thread reads it until the end
+                    sum += v[i][0] + v[i][1] + v[i][2] + v[i][3];
+                }
         }
-        float mean = normb ? block_reduce<warp_sum>(sum, 0.0f) / C : 0.0f;
-        for (int c = 4 * threadIdx.x; c < C; c += 4 * blockDim.x)
-            for (int j = 0; j < 4; j++) squares += (row[c + j] - mean) * (row[c + j] - mean);
-        float rstd = 1.0f / sqrtf(block_reduce<warp_sum>(squares, 0.0f) / C + eps);
-        for (int c = 4 * threadIdx.x; c < C; c += 4 * blockDim.x) {
-            Pack<4> v = load<4>(row + c), w = load<4>(normw + c), shift = {};
-            if (normb) shift = load<4>(normb + c);
+        auto of_row = [&](float part, float* parts) {  // the sum over both warps
+            part = warp_sum(part);
+            if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = part;
+            __syncthreads();
+            return parts[2 * row] + parts[2 * row + 1];
+        };
+        float mean = normb ? of_row(sum, of_warp[0]) / C : 0.0f;
+        for (int c = first; row < B && c < C; c += step)
+            for (int j = 0; j < 4; j++) squares += (to[c + j] - mean) * (to[c + j] - mean);
+        float rstd = 1.0f / sqrtf(of_row(squares, of_warp[1]) / C + eps);
+        for (int c = first; row < B && c < C; c += step) {
+            if (c > first) w = load<4>(normw + c);
+            if (c > first && normb) shift = load<4>(normb + c);
             for (int j = 0; j < 4; j++) {
                 real rounded;
-                from_float(rounded, (v[j] - mean) * rstd * w[j] + shift[j]);
-                row[c + j] = to_float(rounded);
+                from_float(rounded, (to[c + j] - mean) * rstd * w[j] + shift[j]);
+                to[c + j] = to_float(rounded);
             }
         }
     }
@@ -69,7 +89,7 @@ __device__ void prefetch(const void*) {}
 // before it needs the first.
 template <int R>
 __device__ Pack<R> products(const real* __restrict__ weight, const float* rows, int C) {
-    constexpr int depth = R == 1 ? 6 : 2;  // what registers hold, for three blocks
+    constexpr int depth = R == 1 ? 4 : 2;  // as registers hold, for three blocks
     Pack<R> sum = {};
     for (int c = W * (threadIdx.x % 32); c < C; c += depth * 32 * W) {
         Pack<W> w[depth];
@@ -90,19 +110,23 @@ __device__ Pack<R> products(const real* __restrict__ weight, const float* rows, 
 template <int R>
 __device__ void linear(real* out, float* stream, const float* rows, const real* __restrict__ weight,
                        const real* __restrict__ bias, int activation, int C, int OC) {
-    int warps = blockDim.x / 32;
+    int warps = blockDim.x / 32, lane = threadIdx.x % 32;  // lane r ends row r
     for (int o = blockIdx.x * warps + threadIdx.x / 32; o < OC; o += gridDim.x * warps) {
-        Pack<R> sum = products<R>(weight + (size_t)o * C, rows, C), gate = {};
-        if (activation == SWIGLU) gate = products<R>(weight + (size_t)(OC + o) * C, rows, C);
-        if (threadIdx.x % 32 > 0) continue;
-        for (int r = 0; r < R; r++) {
-            float y = sum[r] + (bias ? to_float(bias[o]) : 0.0f);
-            if (activation == GELU) y = gelu(y);
-            if (activation == SWIGLU) y *= gate[r] / (1.0f + exponential(-gate[r]));
-            size_t at = (size_t)r * OC + o;
-            if (stream) stream[at] += y;
-            else from_float(out[at], y);
-        }
+        size_t at = (size_t)lane * OC + o;
+        float shift = 0.0f, before = 0.0f;  // loaded before they are needed
+        if (lane < R && bias) shift = to_float(bias[o]);
+        if (lane < R && stream) before = stream[at];
+        Pack<R> sum = products<R>(weight + (size_t)o * C, rows, C), gates = {};
+        if (activation == SWIGLU) gates = products<R>(weight + (size_t)(OC + o) * C, rows, C);
+        if (lane >= R) continue;
+        float y = sum[0], gate = gates[0];
+        for (int r = 1; r < R; r++)
+            if (lane == r) y = sum[r], gate = gates[r];
+        y += shift;
+        if (activation == GELU) y = gelu(y);
+        if (activation == SWIGLU) y *= gate / (1.0f + exponential(-gate));
+        if (stream) stream[at] = before + y;
+        else from_float(out[at], y);
     }
 }
 

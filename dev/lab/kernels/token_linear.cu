@@ -54,5 +54,5 @@ extern "C" __global__ void token_linear3(real* __restrict__ out, const real* __r
     }
 }
 
-// token_linear in dev/features/kv_cache.cu: up to six loads of a lane are under way before the first is needed, the rows
+// token_linear in dev/features/kv_cache.cu: up to four loads of a lane are under way before the first is needed, the rows
 // of inp are in shared memory, and the norm before the product or the addition behind it take no launch of their own.
