@@ -190,7 +190,7 @@ __device__ void each_pack_of_head(F f) {
 // the position end at once. If several have keys, each leaves its sum in parts, with the largest
 // score and the sum of weights; the last of them to finish adds all up, in order. arrived counts
 // them: it begins as zeros and is left as zeros. Bound by memory: keys and values are read once.
-// Items: B*NKV heads along x, T along y.
+// Items: B*NKV heads along x; along y the positions, up to T, that queries may have.
 BLOCK(256, 1, 256)
 extern "C" __global__ void __launch_bounds__(256) token_attention(
     real* __restrict__ out, real* keys, real* values, float* parts, int* arrived,

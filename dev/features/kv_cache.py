@@ -172,7 +172,7 @@ class Cached:
     def draw(self, texts, steps, coins, settings):
         """Draw the next tokens on the device: a list of `steps` lists (B)."""
         B, cache = len(texts), self.cache
-        self.fill_all(texts)
+        self.fill_all(texts, steps)
         for row in range(B):
             self.held[row] = []  # until it is done
         drawn = np.zeros(cache.coins.shape, np.float32)
@@ -180,7 +180,7 @@ class Cached:
         self.device.put(cache.coins, drawn)
         self.device.zero(cache.at)
         for _ in range(steps):
-            self.device.repeat(self.token_graphs, (B, *settings),
+            self.device.repeat(self.token_graphs, (B, self.now.span, *settings),
                                lambda: self.pass_and_draw(*settings))
         rows = self.device.get(cache.drawn)[:steps, :B].tolist()
         for row, tokens in enumerate(texts):
@@ -204,20 +204,23 @@ class Cached:
         """The logits (B,V) of the tokens that follow B texts, lists of 1 to T ids. B is at most
         `rows`."""
         self.fill_all(texts)
-        self.device.repeat(self.token_graphs, len(texts), self.pass_of_token)
+        key = len(texts), self.now.span
+        self.device.repeat(self.token_graphs, key, self.pass_of_token)
         for row, tokens in enumerate(texts):
             self.held[row] = list(tokens)
         return to_float(self.device.get(self.now.logits))[:, : self.config.V]
 
-    def fill_all(self, texts):
-        """Get ready for a pass of the last token of each text."""
+    def fill_all(self, texts, steps=1):
+        """Get ready for a pass of the last token of each text, and steps - 1 more."""
         for row, tokens in enumerate(texts):
             self.fill(row, tokens[:-1])
         self.begin(slice(0, len(texts)), [tokens[-1] for tokens in texts],
-                   [len(tokens) - 1 for tokens in texts])
+                   [len(tokens) - 1 for tokens in texts], steps)
 
-    def begin(self, rows, tokens, positions):
-        """Go on with these rows of the cache, a slice: each gets a token at a position."""
+    def begin(self, rows, tokens, positions, steps=1):
+        """Go on with these rows of the cache, a slice, for some steps: each gets a token at a
+        position. Attention is launched for a span of positions, so a graph is one for a span:
+        doubling makes few."""
         cache = self.cache
         count = rows.stop - rows.start
         self.device.put(cache.tokens[rows], tokens)
@@ -227,6 +230,10 @@ class Cached:
             rows=rows, count=count, few=count <= FEW and self.fits(count),
             **{name: array[:count] for name, array in vars(cache).items() if name not in whole})
         self.now.tokens, self.now.positions = cache.tokens[rows], cache.positions[rows]
+        span = CHUNK
+        while span < max(positions) + steps:
+            span *= 2
+        self.now.span = min(span, self.T)
 
     def fits(self, count):
         """Whether a block has shared memory for so many rows of a product's input."""
@@ -263,7 +270,7 @@ class Cached:
         now, c, rows = self.now, self.config, self.now.rows
         keys, values = self.cache.keys[l, rows], self.cache.values[l, rows]
         _, NKV, T, HS = keys.shape
-        self.device.launch("token_attention", (now.count * NKV, T), now.atty, keys, values,
+        self.device.launch("token_attention", (now.count * NKV, now.span), now.atty, keys, values,
                            self.cache.parts, self.cache.arrived, now.qkv, rope, now.positions,
                            self.scale, now.count, T, c.NH,
                            shared=shared_of_attention(c.NH // NKV, HS))
