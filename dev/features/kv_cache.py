@@ -71,10 +71,17 @@ class Cached:
     def rows_of(cls, c, device, T):
         """How many sequences have their keys kept: as many as --samples asks for, within reason."""
         flags = getattr(cls, "flags", None)
-        sampled = getattr(flags, "sample", None) is not None
+        wanted = flags.samples if getattr(flags, "sample", None) is not None else 1
+        if device.name == "cpu" or wanted <= FEW:  # then each has the bits that it has alone
+            return max(1, min(wanted, cls.few_of(c, device, T)))
         one = sum(row.nbytes for row in cache_table(c, 1, T, device.real)[:2])
-        most = FEW if device.name == "cpu" else min(MOST_ROWS, MOST_BYTES // one)
-        return max(1, min(flags.samples if sampled else 1, most))
+        return max(1, min(wanted, MOST_ROWS, MOST_BYTES // one))
+
+    @classmethod
+    def few_of(cls, c, device, T):
+        """How many sequences token_linear multiplies at once: their rows are in shared memory."""
+        [hidden] = [row for row in cache_table(c, 1, T, device.real) if row.name == cls.HIDDEN]
+        return min(FEW, device.max_shared // (4 * max(c.C, hidden.shape[-1])))
 
     @classmethod
     def tables(cls, c, device, B, T):
@@ -84,6 +91,7 @@ class Cached:
     def __init__(self, config, device, B, T):
         super().__init__(config, device, B, T)
         self.rows = self.rows_of(config, device, T)
+        self.few = self.few_of(config, device, T)
         self.cache = carve(self.arenas["cache"], cache_table(config, self.rows, T, device.real))
         self.held = [[] for _ in range(self.rows)]  # the tokens whose keys are kept
         self.filling = None  # [row, layer], in a full pass that fills the cache
@@ -127,7 +135,11 @@ class Cached:
         same = next((i for i, (a, b) in enumerate(zip(held, tokens)) if a != b),
                     min(len(held), len(tokens)))
         self.held[row] = []  # until it is done
-        if len(tokens) - same > STEPS:
+        if same < len(tokens) and tokens in self.held:
+            other = self.held.index(tokens)  # samples of one prompt
+            for kept in (self.cache.keys, self.cache.values):
+                kept[:, row] = kept[:, other]
+        elif len(tokens) - same > STEPS:
             self.filling = [row, 0]
             try:
                 super().next_logits(tokens)
@@ -144,6 +156,7 @@ class Cached:
     def continued(self, texts, count, coins, temperature, top_k, top_p):
         """Yield `count` times the next tokens (B) of B texts, lists of ids. coins: an iterator of
         numbers in [0, 1) for each. Settings are those of sample.choose."""
+        self.forget()  # so that a text has the same bits whatever was sampled before
         texts = [list(tokens) for tokens in texts]
         settings = temperature, top_k, top_p
         ahead = 1  # the first token is shown at once
@@ -180,8 +193,7 @@ class Cached:
         self.device.put(cache.coins, drawn)
         self.device.zero(cache.at)
         for _ in range(steps):
-            self.device.repeat(self.token_graphs, (B, self.now.span, *settings),
-                               lambda: self.pass_and_draw(*settings))
+            self.repeat((B, self.now.span, *settings), lambda: self.pass_and_draw(*settings))
         rows = self.device.get(cache.drawn)[:steps, :B].tolist()
         for row, tokens in enumerate(texts):
             self.held[row] = tokens + [step[row] for step in rows[:-1]]
@@ -204,11 +216,18 @@ class Cached:
         """The logits (B,V) of the tokens that follow B texts, lists of 1 to T ids. B is at most
         `rows`."""
         self.fill_all(texts)
-        key = len(texts), self.now.span
-        self.device.repeat(self.token_graphs, key, self.pass_of_token)
+        self.repeat((len(texts), self.now.span), self.pass_of_token)
         for row, tokens in enumerate(texts):
             self.held[row] = list(tokens)
         return to_float(self.device.get(self.now.logits))[:, : self.config.V]
+
+    def repeat(self, key, work):
+        """Do work(), as a graph if the device has one."""
+        try:
+            self.device.repeat(self.token_graphs, key, work)
+        except BaseException:  # Ctrl-C during a recording: --chat goes on
+            self.token_graphs.clear()
+            raise
 
     def fill_all(self, texts, steps=1):
         """Get ready for a pass of the last token of each text, and steps - 1 more."""
@@ -227,18 +246,13 @@ class Cached:
         self.device.put(cache.positions[rows], positions)
         whole = {"keys", "values", "parts", "arrived", "rope", "coins", "drawn"}
         self.now = SimpleNamespace(
-            rows=rows, count=count, few=count <= FEW and self.fits(count),
+            rows=rows, count=count, few=count <= self.few,
             **{name: array[:count] for name, array in vars(cache).items() if name not in whole})
         self.now.tokens, self.now.positions = cache.tokens[rows], cache.positions[rows]
         span = CHUNK
         while span < max(positions) + steps:
             span *= 2
         self.now.span = min(span, self.T)
-
-    def fits(self, count):
-        """Whether a block has shared memory for so many rows of a product's input."""
-        longest = max(self.config.C, getattr(self.cache, self.HIDDEN).shape[1])
-        return 4 * count * longest <= self.device.max_shared
 
     def pass_of_token(self):
         """From tokens to logits (B,Vp): forward_pass and head_forward for one token of each

@@ -137,6 +137,35 @@ def test_drawn_on_the_device(device_name):
     yield "and then another token", model.next_logits(tokens), full.next_logits(tokens), 1e-5
 
 
+def test_history(device_name):
+    """A text has the same bits after others as alone, and side by side as one by one: keys that a
+    full pass has left are not those that single passes leave."""
+    text = tokens_of(15)
+    model, _ = models("cuda" if device_name == "cuda" else "cpu", "bf16", GPT2, 40, 3)
+    kept = []
+    for before in ([], [*text[:12], 7]):
+        for _ in together(model, before or text[:1], 2, 0, 0, [coins_of(3)])[0]:
+            pass
+        for _ in zip(*together(model, text, 3, 0.5, 0, [*map(coins_of, (3, 4, 5))])):
+            pass
+        kept.append(to_float(model.device.get(model.cache.keys))[:, :, :, : len(text)])
+    yield "after another text", kept[1], kept[0], EXACT
+    yield "side by side", kept[0][:, 1:], kept[0][:, :1].repeat(2, 1), EXACT
+
+
+def test_interrupted(device_name):
+    """What was recorded until an error is not used again."""
+    model, _ = models("cpu", "fp32", GPT2, 40)
+    model.token_graphs["a recording"] = None
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        model.repeat("a key", interrupted)
+    check("no graphs", model.token_graphs == {}, model.token_graphs)
+
+
 # ---- Kernels against formulas
 
 
