@@ -9,7 +9,8 @@ Validations, samples and HellaSwag drop nothing.
 No mask is stored. Whether a number is dropped is a hash of the seed, the step, the place in the
 model, and the number's index in the step's tokens: see dropout.cu. The backward pass, and
 --recompute, hash the same again. So a resumed run drops the same numbers, and N ranks drop what one
-process drops with N times as many micro-batches.
+process drops with N times as many micro-batches. (--replay is one process, and drops what rank 0
+dropped.)
 
 A branch is dropped in place, before the norm's kernel adds it to the stream. On the way back the
 gradient of the stream goes on unchanged, and a product with a branch's weights reads a dropped copy
@@ -132,6 +133,10 @@ class DroppedTraining:
     def give_up(self, queued, verdict):
         self.model.count_step(queued.number)
         super().give_up(queued, verdict)
+
+    def explain_outlier(self, queued, scores):
+        self.model.count_step(queued.number)  # the next step may be queued already
+        super().explain_outlier(queued, scores)
 
     def set_state(self, model, notes):
         super().set_state(model, notes)

@@ -36,7 +36,7 @@ extern "C" __global__ void clear_rows(real* logits, float* losses, const int* __
 }
 
 // grads (n) and the loss *= tokens / counted[0]: they were divided by all tokens of the step. If nothing counts, they
-// are zeros, and stay. Items: n numbers.
+// are zeros, and stay. One more read and write of all gradients. Items: n numbers.
 BLOCK(256, 4 * threads)
 extern "C" __global__ void scale_by_counted(float* grads, Verdict* verdict, const float* __restrict__ counted,
                                             float tokens, size_t n) {

@@ -14,7 +14,8 @@ How many targets count is known only after the last micro-batch of the last rank
 cannot change its arguments, so the number is in device memory. Everything up to the update
 divides by all tokens of the step, as without a mask; then one kernel multiplies the gradients and
 the loss by tokens / number. Whatever comes after it, clipping, outliers and the update, sees the
-mean over those that count. If none counts, the step makes no update. See masked.cu.
+mean over those that count. If none counts, the step makes no update. See masked.cu. (A step that
+is repeated because it failed, or was an outlier, tells norms from before that.)
 
 The trainer's classifier, or --label-smoothing's, computes all rows, with word 0 in the place of -1;
 a kernel then clears the rows that do not count.
@@ -189,7 +190,8 @@ class MaskedTraining:
         print("targets      | those that the masks beside the data name (--mask 0: all)")
 
     def total_loss(self, batches):
-        """The sum of the losses of all batches, each the mean over the targets that count."""
+        """The mean loss over all targets that count, times the number of batches, by which validate
+        divides."""
         sizes = []
         counted = []
 

@@ -32,14 +32,15 @@ from prepro_tinyshakespeare import UserError
 FEATURES = [
     terminal.FEATURE, newest.FEATURE, file_kinds.FEATURE, peak.FEATURE, nvtx.FEATURE,
     dry_run.FEATURE, chat.ANSWERS, chat.FEATURE, sample.FEATURE, kv_cache.FEATURE,
-    hellaswag_score.FEATURE, overfit.FEATURE, fp8_head.FEATURE, fp8.FEATURE, config_file.FEATURE,
-    loggers.FEATURE, json_log.FEATURE, best.FEATURE, masked.FEATURE, sums.FEATURE, zero.FEATURE,
-    ranks.FEATURE, sample.CONTROLLED, training.KEPT, training.RESUMED, signals.FEATURE,
-    tokenizer.FEATURE, outliers.FEATURE, dropout.FEATURE, replay.FEATURE, ema.FEATURE, muon.FEATURE,
-    moments.FEATURE, recompute.INSIDE, recompute.LAYERS, label_smoothing.FEATURE, recompute.HINT,
-    fit.FEATURE, first_run.FEATURE, own_sizes.FEATURE, fp8_all.FEATURE, relu_attention.FEATURE,
-    schedule.FEATURE, shuffled_loader.FEATURE, late_reports.FEATURE, attention_five.FEATURE,
-    gelu_products.FEATURE, fused_biases.FEATURE, products.FEATURE, devices.NO_GRAPH, devices.CPU]
+    hellaswag_score.FEATURE, overfit.FEATURE, fp8_head.FEATURE, fp8.FEATURE,
+    config_file.FEATURE, loggers.FEATURE, json_log.FEATURE, best.FEATURE, outliers.FEATURE,
+    masked.FEATURE, sums.FEATURE, zero.FEATURE, ranks.FEATURE, sample.CONTROLLED, training.KEPT,
+    training.RESUMED, signals.FEATURE, tokenizer.FEATURE, dropout.FEATURE, replay.FEATURE,
+    ema.FEATURE, muon.FEATURE, moments.FEATURE, recompute.INSIDE, recompute.LAYERS,
+    label_smoothing.FEATURE, recompute.HINT, fit.FEATURE, first_run.FEATURE, own_sizes.FEATURE,
+    fp8_all.FEATURE, relu_attention.FEATURE, schedule.FEATURE, shuffled_loader.FEATURE,
+    late_reports.FEATURE, attention_five.FEATURE, gelu_products.FEATURE, fused_biases.FEATURE,
+    products.FEATURE, devices.NO_GRAPH, devices.CPU]
 FLAGS = [flag for feature in FEATURES for flag in feature.flags]
 SOURCES = [*dict.fromkeys(path for feature in FEATURES for each in (feature, *feature.pairs)
                           for path in each.sources)]

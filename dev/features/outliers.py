@@ -49,7 +49,7 @@ class OutliersTraining:
     is large in an outlier."""
 
     def report(self, queued, verdict):
-        if not (verdict.update or verdict.stopped):
+        if not (verdict.update or verdict.stopped) and verdict.loss:  # 0: see masked.py
             self.say(f"WARNING: step {queued.number}: no update: loss {verdict.loss:.6f}, norm "
                      f"{verdict.norm:.6f}")
             loss, norm = self.model.z_scores(queued.number)
