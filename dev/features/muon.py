@@ -409,6 +409,8 @@ class SharedMuon:
 def refused(flags):
     """Why --optimizer muon does not go with other flags, or ""."""
     if flags.optimizer != "muon":
+        if flags.resume:  # the run's own: resume.py says what is wrong
+            return ""
         useless = next((flag.name for flag in OF_MUON
                         if getattr(flags, flag.key) not in (None, flag.default)), None)
         return useless and f"{useless}: is for Muon: expected --optimizer muon too"
