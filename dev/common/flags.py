@@ -1,17 +1,33 @@
 """Flags of dev/'s programs: tables of rows as in the trainer, and arguments that are no flags."""
 import argparse
+import difflib
 import sys
 
 from train_gpt2 import FLAG_TYPES, Parser, number
 
+NEAR = 0.75  # the least likeness to a flag, by difflib, of a word that may be a slip for it
 TYPES = FLAG_TYPES | {"level": number(int, 0, 3)}
+
+
+class NearParser(Parser):
+    """A parser that, for a misspelled flag, names the one that is spelled most like it."""
+    names = ()  # of its flags
+
+    def error(self, message):
+        kind, _, words = message.partition(": ")
+        if kind == "unrecognized arguments":
+            near = difflib.get_close_matches(words.split()[0].split("=")[0], self.names, 1,
+                                             NEAR)
+            message += f": did you mean {near[0]}?" if near else ""
+        super().error(message)
 
 
 def parse_flags(description, table, arguments=None, defaults=True, groups=()):
     """The flags of a command line, by a table of rows as train_gpt2.FLAGS; without defaults, None
     if not given. groups: {first flag: headline}, for --help."""
-    parser = group = Parser(description=description, allow_abbrev=False,
-                            formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = group = NearParser(description=description, allow_abbrev=False,
+                                formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.names = [name for _, name, *_ in table if name.startswith("--")]
     for letter, name, *more in table:
         kind, default, text = more[:3]  # a feature's Flag has more
         group = parser.add_argument_group(groups[name]) if name in groups else group
