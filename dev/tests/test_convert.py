@@ -344,6 +344,21 @@ def test_refusals(folder):
 
 
 @fast
+def test_a_run(folder):
+    """A run's folder is converted as its newest complete checkpoint is."""
+    run = folder / "run"
+    run.mkdir()
+    (run / "model_00000002.bin").write_bytes(TINY.read_bytes())
+    (run / "DONE_00000002").touch()
+    (run / "model_00000003.bin").touch()
+    for source in TINY, run:
+        with contextlib.redirect_stdout(None):
+            convert.main([str(source), str(folder / f"of_{source.stem}")])
+    ours, whole = (folder / f"of_{path.stem}/model.safetensors" for path in (run, TINY))
+    check("the same weights", ours.read_bytes() == whole.read_bytes())
+
+
+@fast
 def test_replaced_files(folder):
     """Files of a folder are replaced whole: where the disk is full, an older one stays."""
     target = folder / "target"

@@ -7,6 +7,8 @@ and a checkpoint to GGUF.
     python -m dev.tools.convert IN.bin FOLDER             # a folder that transformers loads
     python -m dev.tools.convert IN.bin OUT.gguf           # for llama.cpp: see gguf_file.py
 
+IN.bin may be a run's folder: its newest checkpoint.
+
 A folder has config.json, and the weights in model.safetensors, or in several files and an index. If
 the head is tied to the embeddings, one of the two is enough.
 Without --dtype the numbers stay as they are, except that fp16 becomes fp32. Downloads go through
@@ -43,6 +45,7 @@ from dev.common.config import Config, padded
 from dev.common.flags import argument, parse_flags
 from dev.data.hub import ask
 from dev.data.vocabulary import vocabulary_bytes
+from dev.features.checkpoints.newest import newest_checkpoint
 from dev.features.file_kinds import ON_HUB, OPENAI, checked_header
 from dev.features.tokenizer import vocabulary_of_run
 from dev.llama3.train_llama3 import Config3
@@ -372,6 +375,8 @@ def checkpoint_to_folder(path, folder, dtype=None):
 def main(arguments=None):
     """Everything from the flags to the files. Raises UserError."""
     flags = parse_flags(__doc__, FLAGS, arguments)
+    if not flags.target.endswith(".bin") and Path(flags.source).is_dir():
+        flags.source = newest_checkpoint(flags.source) or flags.source  # of a run
     from_checkpoint = flags.source.endswith(".bin")
     if from_checkpoint == flags.target.endswith(".bin"):
         raise UserError(f"{flags.source} {flags.target}: expected one of them to be a checkpoint, "
