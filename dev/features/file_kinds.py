@@ -2,6 +2,7 @@
 takes it. (The trainer's own error only has the numbers.) Errors about -e name the command that
 makes a checkpoint of what was given.
 """
+import os
 import re
 import shlex
 from pathlib import Path
@@ -12,6 +13,7 @@ from dev.features.shuffled_loader import paths_of
 from prepro_tinyshakespeare import UserError
 
 OPENAI = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # names on the hub without an owner
+PREPARE = ("python", "prepro_tinyshakespeare.py", "--input")
 ON_HUB = r"[\w-][\w.-]*/[\w-][\w.-]*"  # owner/name
 FILES = {  # by the first number
     20240326: "a GPT-2 checkpoint, which train_gpt2.py trains (-e)",
@@ -44,8 +46,22 @@ def checked_header(path, *kinds):
     return config.header_of_kinds(path, *kinds)
 
 
+def check_tokens(pattern, *kinds):
+    """Raise UserError if what -i or -j names is missing, or no file of tokens of these kinds."""
+    for path in paths_of(pattern) if pattern else ():
+        check_kind(path, *kinds)
+        try:
+            config.header_of_kinds(path, *kinds)
+        except UserError as e:
+            if not os.path.isfile(path):
+                raise
+            raise UserError(f"{path}: is no token file; `{shlex.join([*PREPARE, path])}` makes "
+                            "one from a text") from e
+
+
 def remedy(name):
-    """What to do about an -e that is no checkpoint, as the end of an error; "" if nobody knows."""
+    """What to do about an -e that is no checkpoint, as the end of an error.
+    "" if nobody knows."""
     path = Path(name)
     made = ("gpt2_124M.bin"
             if name == "gpt2" else f"{path.resolve().name.removesuffix('.safetensors')}.bin")
@@ -55,7 +71,7 @@ def remedy(name):
     on_hub = name in OPENAI or re.fullmatch(ON_HUB, name) and not path.parent.is_dir()
     if path.is_dir() or on_hub or name.endswith(".safetensors"):
         return f"; `{convert}` makes a checkpoint of this model"
-    return ""
+    return "" if path.exists() else f"; there is no file or folder {name}"
 
 
 class Named:
@@ -72,8 +88,12 @@ class Named:
             raise UserError(str(e) if found or not name else f"{e}{remedy(name)}") from None
 
     def data_paths(self):
-        train, val = paths = super().data_paths()
         flags = self.flags
+        try:
+            train, val = paths = super().data_paths()
+        except UserError:  # of a name, perhaps, where the file itself is wrong
+            check_tokens(flags.train_data or flags.val_data, *self.config.TOKEN_FILES)
+            raise
         opened = [] if flags.overfit else [train]
         opened += [val] if flags.overfit or flags.val_every else []
         for path in (path for pattern in opened for path in paths_of(pattern)):

@@ -24,14 +24,21 @@ def test_refusals(device_name, folder):
     two_token_files(folder)
     os.chdir(folder)
     Path("noise.bin").write_bytes(bytes(2000))
+    Path("a.txt").write_text("A text.\n", encoding="utf-8")
     tiny = *TINY_RUN, "--dtype", "fp32"
     status, _, error = call("--device", place_of(device_name), *tiny, "-o", "out", "-n", 3)
     check("what is not refused", status == 0 and not error, error)
-    for wish, *flags in [("--batch-size.* 0: ", "-b", 0), ("--nonsense", "--nonsense"),
+    for wish, *flags in [("--batch-size.* 0: ", "-b", 0), ("--nonsense; ", "--nonsense"),
                          ("1.5", "-t", 1.5),
                          ("nonsense", "-e", "nonsense"), ("short.bin", *tiny, "-i", "short.bin"),
                          ("absent.bin", *tiny, "-j", "absent.bin"),
                          ("noise.bin", *tiny, "-i", "noise.bin"),
+                         ("absent.bin: could not be read .*--input", "-e", TINY, "-i",
+                          "absent.bin"),
+                         ("a.txt: is no token file; `.*py --input a.txt` makes", "-e", TINY, "-i",
+                          "a.txt"),
+                         ("--learningrate 1: did you mean --learning-rate.; --help",
+                          "--learningrate", 1),
                          ("noise.bin", *tiny, "-e", "noise.bin"), ("maxT = 40", *tiny, "-t", 41),
                          ("--clip.* -0.5: ", "--clip", -0.5), ("--clip.* nan: ", "--clip", "nan"),
                          ("-d 24: expected a multiple of .*B.T = 16", *tiny, "-d", 24),
@@ -152,7 +159,8 @@ def test_models_by_name(device_name, folder):
             (command.format("x.safetensors", "x.bin"), "-e", "x.safetensors"),
             ("empty is a folder, and no run's: it has no model_*.bin", "-e", "empty"),
             ("-e nonsense: expected a checkpoint, or a descriptor from d1 to d999, such as d12, or "
-             "layers x heads x channels, such as 6x6x384", "-e", "nonsense"),
+             "layers x heads x channels, such as 6x6x384; there is no file or folder nonsense",
+             "-e", "nonsense"),
             ("-t 41: expected at most maxT = 40: wpe has no more positions", "-e", TINY, "-t", 41),
             ("-t 41: expected at most maxT = 40: wpe has no more positions", "-e", TINY, "-t", 41,
              "--dry-run"),
