@@ -79,7 +79,7 @@ def read_jsonl(path, columns, first):
                     yield tuple(fields[name] for name in columns)
                 except KeyError as e:
                     raise UserError(f"{path}: line {number} has no field {e.args[0]}; expected it "
-                                    f"in {list(fields)}"
+                                    f"in {list(fields)}, or --column with the name of another"
                                     ) from None
                 except RecursionError:
                     raise UserError(f"{path}: line {number} is JSON with too many brackets in "
