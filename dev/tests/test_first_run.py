@@ -206,8 +206,9 @@ def test_resume(folder):
         path = whole / "model_00000006.bin"
         for text in ("", "The ", "é"):
             status, said, error = call("--device", "cpu", "-e", path, "--sample", text, "-g", 9,
-                                       program=program)
-            ok = not status and said.startswith(text) and "<" not in said
+                                       "--seed", 1, program=program)
+            ids = re.search(r"<\d+>", said)  # as tokens are written whose words are not known
+            ok = not status and said.startswith(text) and not ids
             check(f"{name}: --sample {text!r}", ok, f"{said!r} {error}")
         status, said, error = call(*flags, "-e", path, "-x", 1, program=program)
         check(f"{name}: its checkpoint", not status and "step    1/1" in said, error)
