@@ -36,6 +36,9 @@ def parse(path):
     except OSError as e:
         raise UserError(f"--config {path}: could not be read ({e.strerror}); expected a .toml "
                         "file, or a run_*.json") from None
+    except UnicodeDecodeError:
+        raise UserError(f"--config {path}: is no text in UTF-8; expected a .toml file, or a "
+                        "run_*.json") from None
     except (ValueError, RecursionError) as e:
         kind = "a run_*.json" if path.endswith(".json") else 'TOML such as learning-rate = 6e-4'
         raise UserError(f"--config {path}: {e}; expected {kind}") from None

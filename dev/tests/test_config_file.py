@@ -146,7 +146,7 @@ def test_refused(folder):
     check_line("no file", folder / "none.toml", "could not be read .*; expected a .toml file, or a "
                "run_.*.json")
     (folder / "a.toml").write_bytes(b"\xff")
-    check_line("no UTF-8", folder / "a.toml", ".*; expected TOML such as .*")
+    check_line("no UTF-8", folder / "a.toml", "is no text in UTF-8; expected a .toml file, .*")
     with mock.patch.dict(sys.modules, tomllib=None):
         (folder / "a.toml").write_text("clip = 1")
         check_line("Python 3.10", folder / "a.toml", "Python before 3.11 reads no TOML: .*")
