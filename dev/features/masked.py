@@ -172,8 +172,15 @@ class MaskedTraining:
         flags.mask = 1  # for --replay and -y 1, which may not find the files
         row = max((row_of(path) for path in (flags.train_data, flags.val_data) if path),
                   default=0)
-        flags.seq_len = flags.seq_len or row or None
-        super().choose_model()
+        given, flags.seq_len = flags.seq_len, flags.seq_len or row or None
+        try:
+            super().choose_model()
+        except UserError:
+            if given or not self.config or row <= self.config.maxT:
+                raise
+            raise UserError(f"the conversations lie in rows of {row} tokens; expected at most maxT "
+                            f"= {self.config.maxT} for this model: prepro_tinyshakespeare.py "
+                            f"--chat --row {self.config.maxT} makes such rows") from None
         if row and flags.seq_len % row:
             self.say(f"WARNING: -t {flags.seq_len}: the conversations lie in rows of {row} tokens: "
                      "some answers lose their prompt; expected a multiple of that")

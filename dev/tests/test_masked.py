@@ -295,6 +295,11 @@ def test_bad_masks(folder):
     status, text, error = call(*flags, "-x", 1, "-v", 0)
     check("a step without targets", status == 0 and
           "WARNING: step 1: no update: none of its targets counts" in text, text + error)
+    write_mask(path, tokens, np.ones(30, bool), 41)
+    status, _, error = call("-e", TINY, "-i", path, "-j", path, "-b", 1, "--device", "cpu")
+    check("rows longer than maxT", status and re.fullmatch(
+        "error: the conversations lie in rows of 41 tokens; expected .* = 40 .*--row 40 .*\n",
+        error), error)
     check("other rows: a warning", "WARNING: -t 8: the conversations lie in rows of 3" in text,
           text)
 
