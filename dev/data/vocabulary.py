@@ -209,7 +209,10 @@ def vocabulary_of(choice, texts):
 
 def gpt2_vocabulary():
     """GPT-2's, in which texts are encoded by tiktoken's own. Raises UserError."""
-    encoding = gpt2_encoding()
+    try:
+        encoding = gpt2_encoding()
+    except UserError as e:
+        raise UserError(f"{e}; or give --vocab: bytes, chars and a number need no network") from e
     words = [encoding.decode_single_token_bytes(i) for i in range(encoding.n_vocab)]
     vocabulary = Vocabulary(words, EOT, "GPT-2's vocabulary")
     vocabulary.encoding = encoding

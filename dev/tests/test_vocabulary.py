@@ -341,6 +341,8 @@ def test_without_network(folder):
         check("again if a file is missing", os.path.exists(paths[0]))
         check("GPT-2's vocabulary needs tiktoken", "tiktoken could not get" in refusal(
             prepro.gpt2_encoding))
+        check("and --vocab is a way out", re.search("tiktoken could not get .*; or give --vocab: ",
+                                                    refusal(vocabulary.gpt2_vocabulary)))
     words = vocabulary_beside(folder / paths[0])
     check("bytes need no tiktoken", words.encode("é") == [0xC3, 0xA9])
 
