@@ -34,11 +34,12 @@ from prepro_tinyshakespeare import UserError, run_main
 
 OF_SCORE = {row[1]: row for row in SCORE_FLAGS}
 FLAGS = [
-    ("-e", "--model", str, "gpt2_124M.bin", "checkpoint of GPT-2 or Llama 3"),
+    ("-e", "--model", str, "gpt2_124M.bin", "checkpoint of GPT-2 or Llama 3; "
+     "or a run's folder: its newest"),
     (None, "--input", str, None, "the text, in UTF-8"),
     ("-b", "--batch-size", "count", 4, "B, windows in a batch"),
-    ("-t", "--seq-len", "count", None, "T, tokens of a window (default: the model's maxT, at most "
-     "2048)"),
+    ("-t", "--seq-len", "count", None, "T, tokens of a window; positions beyond the training's -t "
+     "are untrained (default: the model's maxT, at most 2048)"),
     (None, "--stride", "count", None, "S, tokens from a window to the next (default: T)"),
     *(OF_SCORE[name] for name in ("--device", "--dtype", "--plain")),
 ]
