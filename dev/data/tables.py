@@ -9,6 +9,7 @@ from dev.data.hub import library
 from prepro_tinyshakespeare import UserError
 
 KINDS = ".parquet", ".jsonl", ".csv"
+CHAT = "conversations need prepro_tinyshakespeare.py --chat"
 
 
 def table_files(source):
@@ -78,9 +79,10 @@ def read_jsonl(path, columns, first):
                     fields = json.loads(line)
                     yield tuple(fields[name] for name in columns)
                 except KeyError as e:
+                    chats = {"messages", "prompt"} & fields.keys()
+                    remedy = CHAT if chats else "--column takes another name"
                     raise UserError(f"{path}: line {number} has no field {e.args[0]}; expected it "
-                                    f"in {list(fields)}, or --column with the name of another"
-                                    ) from None
+                                    f"in {list(fields)}; {remedy}") from None
                 except RecursionError:
                     raise UserError(f"{path}: line {number} is JSON with too many brackets in "
                                     "brackets; expected an object with simple fields") from None

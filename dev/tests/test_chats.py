@@ -158,6 +158,8 @@ def test_files(folder, monkeypatch):
     for arguments, wish in ((("--chat",), "--chat: expected --input too"),
                             (("--input", "chats.jsonl", "--chat", "--documents", "rows"),
                              "a conversation is a line, .* expected no --documents"),
+                            (("--input", "chats.jsonl", "--vocab", "bytes"),
+                             r"no field text; .*; conversations need .*\.py --chat"),
                             (("--input", "chats.jsonl", "--row", 8), "--row: is for conversations: "
                              "expected --chat too"),
                             (("--input", "chats.jsonl", "--pack", 0), "--pack: is for conv"),

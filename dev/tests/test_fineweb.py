@@ -80,7 +80,8 @@ def test_tables(folder):
             ("a.parquet: is no Parquet, or a part", "a.parquet", b""),
             ("c.parquet: could not be read", "c.parquet", None),
             ("c.jsonl: could not be read", "c.jsonl", None),
-            (r"b.jsonl: line 2 has no field text; expected it in \['body'\]", "b.jsonl",
+            (r"b.jsonl: line 2 has no field text; expected it in \['body'\]; --column",
+             "b.jsonl",
              b'{"text": 1}\n{"body": 1}'),
             *((f"b.jsonl: line {i} is no JSON object", "b.jsonl", content) for i, content in (
                 (1, b"[1]"), (2, b'{"text": "a"}\n{"text":'), (3, b'{"text": "a"}\n\n{'),
