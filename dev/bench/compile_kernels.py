@@ -81,14 +81,14 @@ def compile_for(gpu, dtype, c, beside=(), spilled=SPILLED, unused=None):
               for name in kernels if name not in used]
     faults += [f"{where}: {line.strip()}" for line in log.splitlines()
                if re.search(r"\bwarning( #|\s*:)|wgmma.*serialized", line)]
-    for name, (registers, spills, shared) in used.items():
-        report[name] = registers, shared
-        if spills > (SPILLED if name in own else spilled) and not (unused and unused in name):
-            faults.append(f"{where}: {name} spills {spills} bytes")
+    for name, need in used.items():
+        report[name] = need.registers, need.shared
+        if need.spilled > (SPILLED if name in own else spilled) and not (unused and unused in name):
+            faults.append(f"{where}: {name} spills {need.spilled} bytes")
         # Kernels launched with more threads than their BLOCK says have __launch_bounds__, which
         # ptxas obeys.
-        if registers * kernels[name].threads > REGISTERS:
-            faults.append(f"{where}: {name} needs {registers} registers for each of "
+        if need.registers * kernels[name].threads > REGISTERS:
+            faults.append(f"{where}: {name} needs {need.registers} registers for each of "
                           f"{kernels[name].threads} threads")
     capability = CAPABILITIES.get(gpu.rstrip("af"))
     summed = type("Summed", (FusedBiases, GPT2), {})
