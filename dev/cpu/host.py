@@ -203,7 +203,7 @@ def precompiled(command, text, cache, files):
     header = cache / f"ahead_{key.hexdigest()[:16]}.h"
     made = header.with_suffix(".h.gch")
     if not header.exists():
-        header.write_text(text, encoding="utf-8")
+        replace_file(header, [text.encode()])
         return []
     if not made.exists():
         with tempfile.TemporaryDirectory(prefix="compiling_", dir=cache) as folder:

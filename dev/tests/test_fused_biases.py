@@ -5,6 +5,8 @@ import functools
 import os
 from unittest import mock
 
+import pytest
+
 from dev.cpu import races
 from dev.cpu.emulated import Emulated
 from dev.cpu.host import compiler_of
@@ -125,10 +127,11 @@ def test_rows(device_name):
             checked(device_name, dtype, ladder, run, (*ladder.checks, *ladder.trainer_checks))
 
 
-def test_no_races():
+@pytest.mark.parametrize("HS", (pytest.param(64, marks=pytest.mark.longest), 80,
+                                pytest.param(128, marks=pytest.mark.longest)))
+def test_no_races(HS):
     """Warps leave their sums where others' rows were not."""
     [run] = ATTENTION_LADDER.versions
     if races.finds_races(compiler_of()):
-        for HS in (64, 80, 128):
-            checked("emulated", "bf16", ATTENTION_LADDER, run, (f"B=1,T=150,NH=2,HS={HS}",),
-                    f"-O1 {races.FLAG} -DHOPPER", " races")
+        checked("emulated", "bf16", ATTENTION_LADDER, run, (f"B=1,T=150,NH=2,HS={HS}",),
+                f"-O1 {races.FLAG} -DHOPPER", " races")

@@ -186,11 +186,10 @@ def small_words(folder):
         forget_words()
 
 
-def write_model(path, V, Config=Config, scale=1, **sizes):
-    """A checkpoint of a small random model with V words. scale: of all parameters; with more than 1
-    the likeliest words are far apart."""
+def write_model(path, V, Config=Config, **sizes):
+    """A checkpoint of a small random model with V words."""
     c = Config(V=V, Vp=-(-V // 128) * 128, maxT=40, L=1, NH=2, C=64, **sizes)
-    views = SimpleNamespace(**{name: scale * x for name, x in draw_parameters(c, 1)})
+    views = SimpleNamespace(**dict(draw_parameters(c, 1)))
     if hasattr(c, "tied"):
         views.lm_head = views.wte
     replace_file(path, [*c.headers(3), *c.file_parts(views)])
