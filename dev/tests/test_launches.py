@@ -135,6 +135,7 @@ REFUSED = {("fp32", 4160, 65): {"7.5"}, ("fp32", 5120, 40): {"7.5", *SMALL},
            ("bf16", 19328, 302): {*GPUS} - {"7.5"}}
 
 
+@pytest.mark.longest
 def test_wide_models(device_name):
     """A model with long rows or wide heads runs on a GPU, or is refused before anything is
     allocated, in a line that says which size and which GPU."""

@@ -13,11 +13,11 @@ from dev.tests.checks import TOP
 
 PROGRAMS = (  # the longest first. The other files whose tests test_gpt2 runs are among pytest's
     "dev.lab --check --dtype fp32, sanitized", "test_gpt2 --device emulated --dtype bf16",
-    "test_gpt2 --device emulated --dtype tf32", "dev.lab --check --dtype bf16",
+    "test_gpt2 --device emulated --dtype tf32",
     "test_gpt2 --device cpu --dtype fp32, without other files")
-LONGEST = (  # the lab has the emulated kernels in fp32, too
+LONGEST = (  # the lab has the emulated kernels in fp32, and test_gpt2 those of bf16
     "test_gpt2 --device emulated --dtype fp32, without other files",
-    "dev.lab --check --dtype tf32",
+    "dev.lab --check --dtype bf16", "dev.lab --check --dtype tf32",
     "dev.tests.mutants", "dev.bench.compile_kernels", "dev.lab --check --races --dtype bf16",
     "dev.lab --check --races --dtype tf32",
     "pytest dev/tests/test_kills.py -k killed_runs --kills 200",
