@@ -112,6 +112,14 @@ CHANGED = (
      "wrong: blockIdx", [("blockIdx.x * blockDim.x + threadIdx", "threadIdx"),
       ("rsqrtf(__fdividef(sum, (float)C)", "1.0f / sqrtf(sum / C")], "int row", "x[c] +",
      "copy[(", "c] * s"),
+    ("rope_table_sincosf_fast", "rope_table_fast_sin",
+     "wrong: table", [("float angle = t * (1.0f / power);\n"
+       "    table[2 * i] = __cosf(angle);\n"
+       "    table[2 * i + 1] = __sinf(angle);",
+       "__sincosf(t * (1.0f / power), &table[2 * i + 1], &table[2 * i]);")]),
+    ("row_sum_volatile_sums_no_fence", "row_sum_volatile_sums_fenced",
+     "wrong: sums.*__threadfence", [("        __threadfence();\n", ""),
+      ("    __threadfence();\n    for", "    for")], "] = sum;", "out[n] = sums[n];"),
     ("softmax_forward_endless", "softmax_forward_fast_expf",
      "wrong: not end|no end|never ends|forever", [("v++) sum += __expf", ") sum += expf"),
       ("? __expf", "? expf")], "< V; )"),
