@@ -27,7 +27,7 @@ from train_gpt2 import Row, carve, ceil_div, to_float
 SOURCE = Path(__file__).resolve().with_suffix(".cu")
 FEW = 4  # rows of token_linear, at most
 CHUNK = 256  # keys of a block of token_attention
-STEPS = 8  # up to so many missing tokens are passed one by one, more by a full pass
+STEPS = 8  # at most this many missing tokens are passed one by one, more by a full pass
 AHEAD = 16  # tokens that a GPU draws before the host reads them, at most
 MOST_ROWS = 128  # sequences whose keys are kept at once, at most
 MOST_BYTES = 2**33  # of their keys and values, but for one sequence
@@ -35,7 +35,7 @@ GELU, SWIGLU = 1, 2  # activations of token_linear
 
 
 def cache_table(c, rows, T, real):
-    """Keys and values of so many sequences, and the activations of one token of each: those of a
+    """Keys and values of some sequences, and the activations of one token of each: those of a
     batch (rows,1), which all layers use in turn."""
     NKV = getattr(c, "NKV", c.NH)
     HS = c.C // c.NH

@@ -154,6 +154,22 @@ def test_history(device_name):
     yield "side by side", kept[0][:, 1:], kept[0][:, :1].repeat(2, 1), EXACT
 
 
+def test_rows():
+    """As many texts side by side as are asked for; up to FEW only those whose rows, 4 bytes a
+    number of the widest input, are in a block's shared memory: all of them are then multiplied by
+    token_linear, alone or not."""
+    c = GPT2.Config(maxT=1024, V=50257, L=48, NH=25, C=1600, Vp=50304)
+    for name, shared, asked, wish in (
+            ("cuda", 232448, 4, 4), ("cuda", 100352, 4, 3), ("cuda", 100352, 1, 1),
+            ("cuda", 100352, 128, 2**33 // (48 * 2 * 1024 * 1600 * 2)), ("cpu", 232448, 9, 4)):
+        device = SimpleNamespace(name=name, max_shared=shared, real=BF16)
+        flags = SimpleNamespace(sample="", samples=asked)
+        found = type("Asked", (Cached,), dict(flags=flags)).rows_of(c, device, 1024)
+        check(f"{name}, {shared} bytes, {asked} texts", found == wish, found)
+    flags.sample = None  # a training writes one at a time
+    check("training", type("Asked", (Cached,), dict(flags=flags)).rows_of(c, device, 1024) == 1)
+
+
 def test_interrupted(device_name):
     """What was recorded until an error is not used again."""
     model, _ = models("cpu", "fp32", GPT2, 40)
