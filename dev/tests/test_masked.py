@@ -228,6 +228,17 @@ def test_nothing_counts(device_name):
 # ---- Files
 
 
+def test_outliers(device_name):
+    """A step in which nothing counts is not among those with which -sl and -sg compare."""
+    device = make_device(place_of(device_name), "fp32", CONFIGS[GPT2],
+                         beside=[SOURCE, SOURCE.with_name("outliers.cu")])
+    model = masked_model(device_name, "--norm-limit", "5", device=device)
+    for counts, wish in (((5, 2), 1), ((0, 0), 1), ((1, 0), 2)):
+        step(model, *batches(*counts))
+        seen = device.get(model.adam.seen).item()
+        check(f"steps seen after {counts}", seen == wish, seen)
+
+
 def masked_files(folder, *names, share=0.3):
     """Write masks beside token files of which a share counts: in the first half of a file only a
     tenth of that, so that ranks and micro-batches have unequal counts."""
