@@ -276,6 +276,9 @@ def test_steps_again():
     verdict = SimpleNamespace(loss=np.nan, norm=np.nan)
     check_refusal("step 5", "the loss of step 5 is nan", training.give_up, queued, verdict)
     check("its counter", model.adam.counter.tolist() == [7, 5], model.adam.counter)
+    model.count_step(9)
+    training.explain_outlier(queued, "z-scores")
+    check("an outlier's", model.adam.counter.tolist() == [7, 5], model.adam.counter)
 
 
 def test_refused():
