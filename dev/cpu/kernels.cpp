@@ -614,23 +614,28 @@ using Sgemm = void(int order, int transpose_left, int transpose_right, int64_t I
 // gelu_of (I,J) = GELU(result), which needs result.
 //
 // out is cut into slices, as many as its size says, and not how many threads there are: a BLAS may
-// sum in another order for another size. A thread computes a slice, with a BLAS that uses one
-// thread, and does the rest while the slice is in cache. Threads of a BLAS would take turns with
-// ours on the same cores, and wait for each other.
+// sum in another order for another size. Their longer side is halved each time: a BLAS first copies
+// the rows and columns that a slice needs into an order of its own, and of all slices of one size a
+// square needs the fewest. A thread computes a slice, with a BLAS that uses one thread, and does the
+// rest while the slice is in cache. Threads of a BLAS would take turns with ours on the same cores,
+// and wait for each other.
 void multiply(Sgemm sgemm, float* out, const float* left, const float* right, long I, long J,
               long K, int transposed_left, long stride_left, int transposed_right,
               long stride_right, int accumulate, const real* bias, const real* dgelu_at,
               real* result, real* gelu_of) {
     constexpr int ROW_MAJOR = 101, PLAIN = 111, TRANSPOSED = 112;  // cblas.h's numbers
-    constexpr long MOST_SLICES = 16, SLICE = 6000000;  // multiply-adds, some 0.1 ms
-    bool by_rows = I > J;
-    long all = by_rows ? I : J, slices = 1;
-    while (slices < MOST_SLICES && I * J * K / (2 * slices) > SLICE) slices *= 2;
-    long slice = (all + 16 * slices - 1) / (16 * slices) * 16;
+    constexpr long SLICES = 8, SLICE = 6000000;  // multiply-adds, some 0.1 ms
+    long height = I, width = J;
+    while (height * width * SLICES > I * J && height * width * K > 2 * SLICE) {
+        long& longer = height > width ? height : width;
+        if (longer <= 16) break;
+        longer = (longer + 31) / 32 * 16;  // half of it, in whole vectors
+    }
+    long up = (I + height - 1) / height, across = (J + width - 1) / width;
 #pragma omp parallel for
-    for (long first = 0; first < all; first += slice) {
-        long size = std::min(slice, all - first), i = by_rows ? first : 0, j = by_rows ? 0 : first;
-        long rows = by_rows ? size : I, columns = by_rows ? J : size;
+    for (long slice = 0; slice < up * across; slice++) {
+        long i = slice / across * height, j = slice % across * width;
+        long rows = std::min(height, I - i), columns = std::min(width, J - j);
         sgemm(ROW_MAJOR, transposed_left ? TRANSPOSED : PLAIN,
               transposed_right ? TRANSPOSED : PLAIN, rows, columns, K, 1.0f,
               left + i * (transposed_left ? 1 : stride_left), stride_left,
