@@ -143,7 +143,9 @@ def changed(*args):
 POISONED = """
 import numpy as np
 from dev.features.ranks.collectives import Mpi
+from dev.features.ranks.ranks import Ranked
 from dev.features.ranks.zero import Sharded
+Ranked.at_once = 1  # each layer by itself
 waiting, train_step, next_logits = [], Sharded.train_step, train_gpt2.GPT2.next_logits
 def late(call):
     return lambda *args: waiting.append((call, args))

@@ -21,13 +21,13 @@ import numpy as np
 import pytest
 
 from dev.common.bf16 import master_numbers, to_bf16
-from dev.common.config import Config, read_parameters
+from dev.common.config import Config, draw_parameters, read_parameters
 from dev.common.flags import parse_flags
 from dev.cpu.emulated import Emulated
 from dev.features import order
 from dev.features.checkpoints.resume import load_state
 from dev.features.checkpoints.state_file import state_parts
-from dev.features.devices import make_device
+from dev.features.devices import address_of, make_device
 from dev.features.ranks.ranks import Ranks
 from dev.features.ranks.sums import SOURCE as SUMS
 from dev.features.sample import generate
@@ -187,6 +187,53 @@ def test_outlier(device_name, folder):
     check("an outlier: a line", line and float(line[1]) > 0, text[-300:] * (not line))
     before, after = (np.fromfile(output / f"model_0000000{step}.bin", "<u1") for step in (2, 3))
     yield "an outlier's parameters", after, before, EXACT
+
+
+class Heard:
+    """Collectives that keep what they were to sum: a list of (address, bytes) for each launch."""
+    join = sum_at_0 = lambda *_: None
+
+    def __init__(self):
+        self.launches = []
+
+    @contextlib.contextmanager
+    def fork(self):
+        self.launches.append([])
+        yield
+
+    def sum(self, array):
+        self.launches[-1].append((address_of(array), array.nbytes))
+
+
+def test_sums_together(device_name):
+    """Every gradient is summed once. Layers wait for each other until they have at_once bytes; the
+    last go with the embeddings."""
+    c, B, T = Config(maxT=8, V=61, L=3, NH=2, C=64, Vp=128), 1, 8
+    tokens = np.random.default_rng(3).integers(0, c.V, (2, B, T), dtype=np.int32)
+    Model = class_of(0, 2, "--device", device_name, "--dtype", "fp32")
+    layer = 4 * (12 * c.C * c.C + 13 * c.C)  # bytes
+    for at_once, wish in ((1, [3, 2, 1, 0]), (3 * layer // 2, [1, 1, 0, 0]), (2**40, [0, 0, 0, 0])):
+        Model.ranks.via = heard = Heard()
+        model = Model(c, make_device(device_name, "fp32", c), B, T)
+        model.set_parameters(draw_parameters(c, 3))
+        model.at_once, model.summing = at_once, True
+        model.forward(*tokens)
+        model.backward_pass()
+        start, size = address_of(model.arenas["gradients"]), model.arenas["gradients"].nbytes
+        launch_of = np.full(size, -1)
+        for launch, arrays in enumerate(heard.launches):
+            for at, count in arrays:
+                if start <= at < start + size:  # else the loss
+                    place = launch_of[at - start :][:count]
+                    check("summed once", (place == -1).all(), f"{count} bytes from {at - start} on")
+                    place[:] = launch
+        own = [address_of(model.grads.wte) - start]
+        own += [address_of(model.grads.fcw[l]) - start for l in range(c.L)]
+        yield f"launches, from {at_once} bytes on", launch_of[own], np.array(wish), EXACT
+        for row in c.parameter_table():
+            first = address_of(getattr(model.grads, row.name)) - start
+            summed = launch_of[first : first + row.nbytes]
+            check(f"{row.name}: summed", (summed >= 0).all(), f"{(summed < 0).sum()} bytes are not")
 
 
 def test_casts(device_name):

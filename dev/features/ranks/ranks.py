@@ -2,9 +2,9 @@
 cores.
 
 Each rank has the whole model and its own part of each batch. Gradients are summed over all ranks
-during the backward pass: as soon as a layer's gradients are complete, their sum is queued, and the
-GPU continues with the layer below. The sums are part of the captured graph. The loss is divided by
-the number of ranks before the backward pass, so the sums are means.
+during the backward pass: as soon as those of some layers are complete, their sums are queued, and
+the GPU continues with the layers below. The sums are part of the captured graph. The loss is
+divided by the number of ranks before the backward pass, so the sums are means.
 
     RankedTraining    when the ranks of a run wait for each other, and what they agree on
     Ranked            the model, which sums gradients in the last micro-batch of a step
@@ -81,10 +81,15 @@ class Ranked:
     rank = property(lambda self: self.ranks.rank)
     count = property(lambda self: self.ranks.count)
     summing = False  # whether the backward pass sums its gradients over all ranks
+    # Bytes of gradients that are summed in one launch. Its blocks wait for those of the other GPUs,
+    # and the backward pass waits for the multiprocessors that they hold: so launches should be few.
+    # But what is summed last has no work beside it.
+    at_once = 2**27
 
     def __init__(self, *args, **keywords):
         super().__init__(*args, **keywords)
         self.sums = self.by_layers(self.cut_gradients())  # arrays of sum_part
+        self.ready = []  # layers with complete gradients, whose sums are not queued yet
 
     def by_layers(self, cuts):
         """{layer: [(row, *arrays)]} from (row, l, *arrays); None: of the embeddings. What is above
@@ -112,21 +117,29 @@ class Ranked:
     def layer_backward(self, l):
         super().layer_backward(l)
         if self.summing:
-            self.queue_sums(l)
+            self.ready.append(l)
+            waiting = sum(pieces.nbytes + tail.nbytes for part in self.ready
+                          for _, pieces, _, tail, _ in self.sums[part])
+            if waiting >= self.at_once:
+                self.queue_sums()
 
     def embedding_backward(self):
         """The end of the backward pass, which waits for all sums."""
         super().embedding_backward()
         if self.summing:
-            self.queue_sums(None)
+            self.ready.append(None)
+            self.queue_sums()
             self.ranks.via.join()
 
-    def queue_sums(self, part):
-        """Queue the sums of a layer's gradients, in one launch; None: the last of a step."""
+    def queue_sums(self):
+        """Queue the sums of the gradients that are ready, in one launch; None among them: of the
+        last in a step."""
         with self.ranks.via.fork():
-            self.sum_part(part)
-            if part is None:
+            for part in self.ready:
+                self.sum_part(part)
+            if None in self.ready:
                 self.sum_last()
+        self.ready = []
 
     def sum_part(self, part):
         """The sums of a layer's gradients; None: the embeddings'."""

@@ -55,9 +55,11 @@ class Bf16Sums:
         self.cast(*self.casts[part][0])
         super().sum_part(part)
 
-    def queue_sums(self, part):
-        super().queue_sums(part)
-        self.cast(*self.casts[part][1])
+    def queue_sums(self):
+        parts = self.ready
+        super().queue_sums()
+        for part in parts:
+            self.cast(*self.casts[part][1])
 
     def cast(self, *casts):
         """Queue casts behind the collectives so far."""
