@@ -1,10 +1,9 @@
 """--device cpu: in place of CUDA's kernels the loops of kernels.cpp, and of another .cpp beside its
-.cu; NumPy's BLAS multiplies matrices. A kernel without a loop is emulated: see emulated.py."""
+.cu. A kernel without a loop is emulated: see emulated.py."""
 import ctypes
 import functools
 import os
 import re
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -17,7 +16,7 @@ from dev.common.cuda_source import check_arrays, checked_kernels, parameters_of
 from dev.cpu import races
 from dev.cpu.emulated import ALWAYS, HEADERS, KERNELS, Emulated
 from dev.cpu.host import FLAGS, Host, compiled, flags_asked_for, loaded, round_to_tf32
-from train_gpt2 import BF16, SIZES, stride_of
+from train_gpt2 import BF16, SIZES
 
 LOOPS = Path(__file__).resolve().parent / "kernels.cpp"
 C_TYPES = {"int": ctypes.c_int, "long": ctypes.c_long, "float": ctypes.c_float,
@@ -69,7 +68,7 @@ class Cpu(Host):
         always = [path for path in ALWAYS if path.exists()] if KERNELS in c.SOURCES else []
         self.config, self.sources = c, [*dict.fromkeys([*c.SOURCES, *always, *beside])]
         self.kernels = checked_kernels(self.sources)
-        self.loops, self.blas = {}, None
+        self.loops, self.library = {}, None
         self.emulated = None  # the device for kernels without a loop, made when one is launched
         self.unknown = self.unknown_switch()
         if self.unknown:  # all kernels
@@ -129,7 +128,6 @@ class Cpu(Host):
                            for text in kernel.parameters]
                 more = [values[last_word(text)] for text in parameters[count:]]
                 self.loops[name] = Loop(kernel, function, scalars, more)
-        self.blas = blas()
 
     def emulate(self, only=None):
         """The emulated device for these kernels."""
@@ -153,56 +151,23 @@ class Cpu(Host):
 
     def matmul(self, out, a, b, bias=None, accumulate=False, gelu=None, dgelu_at=None):
         """As train_gpt2.Cuda.matmul."""
-        if self.blas is None or out.dtype not in (np.float32, BF16):
+        known = a.dtype == b.dtype == self.real and out.dtype in (np.float32, self.real)
+        if self.library is None or not known or numpy_has_accelerate():
             return super().matmul(out, a, b, bias, accumulate, gelu, dgelu_at)
         assert out.shape + b.shape[:1] == (a.shape[0], b.shape[1], a.shape[1]), "sizes differ"
         assert out.flags.c_contiguous, "the loop takes out's rows to be one behind the other"
         if self.dtype == "tf32":
             a, b = round_to_tf32(a), round_to_tf32(b)
-        a, b = self.in_fp32(a, "left"), self.in_fp32(b, "right")
-        product = out if out.dtype == np.float32 else self.buffer("product", out.shape)
-        is_real = out.dtype == self.real  # else the gradient of a parameter: nothing follows
-        result = out if is_real and (product is not out or gelu is not None) else None
-        a_columns, a_stride = stride_of(a)  # whether it is stored by columns
-        b_columns, b_stride = stride_of(b)
-        sgemm, threads_of, set_threads = self.blas
-        # A BLAS has one number of threads for the whole process, in which NumPy's own products, as
-        # of an emulated device, want all of them again. So Python threads take turns.
-        with one_product:
-            threads = threads_of()
-            set_threads(1)
-            try:
-                self.library.multiply(
-                    sgemm, address(product), address(a.T if a_columns else a),
-                    address(b.T if b_columns else b), *out.shape, a.shape[1], a_columns, a_stride,
-                    b_columns, b_stride, accumulate,
-                    *map(address, (bias, dgelu_at, result, gelu)))
-            finally:
-                set_threads(threads)
-
-    def in_fp32(self, x, name):
-        """A matrix, if it is of bf16 in a buffer of this name."""
-        if x.dtype == np.float32:
-            return x
-        transposed, stride = stride_of(x)
-        rows = np.ascontiguousarray(x.T if transposed else x)
-        wide = self.buffer(name, rows.shape)
-        self.library.widen(address(wide), address(rows), rows.size)
-        return wide.T if transposed else wide
-
-    def buffer(self, name, shape):
-        """Memory for an fp32 matrix, used again by later products."""
-        size = shape[0] * shape[1]
-        if name not in self.buffers or self.buffers[name].size < size:
-            self.buffers[name] = self.empty(4 * size).view(np.float32)
-        return self.buffers[name][:size].reshape(shape)
-
-    @functools.cached_property
-    def buffers(self):
-        return {}
+        is_sum = accumulate or out.dtype != self.real  # the gradient of a parameter, in fp32
+        outs = (None, out) if is_sum else (out, None)
+        self.library.multiply(*map(address, outs), *placed(a), *placed(b), *out.shape, a.shape[1],
+                              accumulate, *map(address, (bias, dgelu_at, gelu)))
 
 
-one_product = threading.Lock()  # in which the BLAS has one thread
+def placed(matrix):
+    """(where a matrix begins, the numbers from a row to the next, and from a column)."""
+    stored = matrix if matrix.flags.c_contiguous else matrix.T  # whose address is found faster
+    return address(stored), *(stride // matrix.itemsize for stride in matrix.strides)
 
 
 def address(array):
@@ -216,19 +181,8 @@ def address(array):
 
 
 @functools.cache
-def blas():
-    """(the address of cblas_sgemm, functions that get and set its threads) of the OpenBLAS that
-    NumPy has brought and loaded; None if it has another BLAS: MKL, Accelerate, or a system's own
-    OpenBLAS. NumPy then multiplies, with that one's threads, and nothing promises the same bits for
-    any number of them."""
-    numpy = Path(np.__file__).parent
-    for path in (*numpy.parent.glob("numpy.libs/*openblas*"), *numpy.glob(".dylibs/*openblas*")):
-        try:
-            library = ctypes.CDLL(str(path))
-            sgemm, get, put = (getattr(library, f"scipy_{name}64_") for name in (
-                "cblas_sgemm", "openblas_get_num_threads", "openblas_set_num_threads"))
-        except (OSError, AttributeError):
-            continue
-        put.restype = None
-        return ctypes.cast(sgemm, ctypes.c_void_p).value, get, put
-    return None
+def numpy_has_accelerate():
+    """Whether NumPy multiplies with Accelerate, macOS's library, which uses a unit of Apple's
+    processors that a compiler does not: then NumPy multiplies, and nothing promises the same bits
+    for any number of threads."""
+    return "accelerate" in str(np.show_config(mode="dicts")).lower()

@@ -10,8 +10,8 @@ few long sums are in double. Its rules hold too: the gradient of a parameter is 
 `adds`; and every run gives the same bits, here with any number of threads: these share the work,
 and change no sum's order.
 
-Read GELU first, then layernorm, the classifier, AdamW, and attention last. Matrix products are at
-the end, by a BLAS library.
+Read GELU first, then layernorm, the classifier, AdamW, attention, and matrix products last: they
+are at the end.
 
 On a GPU, C, HS and GROUP are constants of the compiled kernel, and it can ask how many blocks run.
 A loop takes them as further arguments at its end: C, HS, GROUP; blocks, the number of partial sums
@@ -26,6 +26,9 @@ each slot of the vector adds up a part of the sum, and the parts are added at th
 #include <cstdint>
 #include <cstring>
 #include <vector>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
 
 // ---- numbers ----
 
@@ -51,6 +54,8 @@ struct real {
 #else
 using real = float;
 #endif
+
+inline long ceil_div(long a, long b) { return (a + b - 1) / b; }
 
 // e^x, as expf, which compilers do not vectorize: skip it at first. e^x = 2^n e^f, where n is
 // x/log(2), rounded, and so |f| <= log(2)/2: there a polynomial is as good as fp32 (Cephes). The
@@ -601,73 +606,115 @@ void adamw(real* params, int16_t* low, const float* grads, float* m, float* v, c
     }
 }
 
+}  // extern "C"
+
 // ---- products: what a device's matmul does; no kernel of kernels.cu ----
 
-// cblas_sgemm of NumPy's OpenBLAS, whose integers have 64 bits
-using Sgemm = void(int order, int transpose_left, int transpose_right, int64_t I, int64_t J,
-                   int64_t K, float alpha, const float* left, int64_t stride_left,
-                   const float* right, int64_t stride_right, float beta, float* out,
-                   int64_t stride_out);
-
-// out (I,J) = left (I,K) right (K,J), or += with accumulate. Then, unless they are null: out +=
-// bias (J); out is multiplied by GELU's derivative at dgelu_at (I,J); result (I,J) = out as a real;
-// gelu_of (I,J) = GELU(result), which needs result.
-//
-// out is cut into slices, as many as its size says, and not how many threads there are: a BLAS may
-// sum in another order for another size. Their longer side is halved each time: a BLAS first copies
-// the rows and columns that a slice needs into an order of its own, and of all slices of one size a
-// square needs the fewest. A thread computes a slice, with a BLAS that uses one thread, and does the
-// rest while the slice is in cache. Threads of a BLAS would take turns with ours on the same cores,
-// and wait for each other.
-void multiply(Sgemm sgemm, float* out, const float* left, const float* right, long I, long J,
-              long K, int transposed_left, long stride_left, int transposed_right,
-              long stride_right, int accumulate, const real* bias, const real* dgelu_at,
-              real* result, real* gelu_of) {
-    constexpr int ROW_MAJOR = 101, PLAIN = 111, TRANSPOSED = 112;  // cblas.h's numbers
-    constexpr long SLICES = 8, SLICE = 6000000;  // multiply-adds, some 0.1 ms
-    long height = I, width = J;
-    while (height * width * SLICES > I * J && height * width * K > 2 * SLICE) {
-        long& longer = height > width ? height : width;
-        if (longer <= 16) break;
-        longer = (longer + 31) / 32 * 16;  // half of it, in whole vectors
+// to (n/WIDTH,K,WIDTH): number k of row i of a matrix, from[i * across + k * along], becomes
+// to[i/WIDTH][k][i%WIDTH], so that WIDTH rows are read together. n is rounded up, with zeros.
+template <int WIDTH>
+static void pack(float* to, const real* from, long across, long along, long n, long K) {
+    long whole = across == 1 || along == 1 ? n / WIDTH * WIDTH : 0;
+    if (across == 1) {  // a case of its own, as the next one: the compiler must know the stride
+        for (long k = 0; k < K; k++)
+            for (long i = 0; i < whole; i += WIDTH)
+                for (int r = 0; r < WIDTH; r++) to[i * K + k * WIDTH + r] = from[i + r + k * along];
+    } else {
+        for (long i = 0; i < whole; i += WIDTH)
+            for (long k = 0; k < K; k++)
+                for (int r = 0; r < WIDTH; r++)
+                    to[i * K + k * WIDTH + r] = from[(i + r) * across + k];
     }
-    long up = (I + height - 1) / height, across = (J + width - 1) / width;
-#pragma omp parallel for
-    for (long slice = 0; slice < up * across; slice++) {
-        long i = slice / across * height, j = slice % across * width;
-        long rows = std::min(height, I - i), columns = std::min(width, J - j);
-        sgemm(ROW_MAJOR, transposed_left ? TRANSPOSED : PLAIN,
-              transposed_right ? TRANSPOSED : PLAIN, rows, columns, K, 1.0f,
-              left + i * (transposed_left ? 1 : stride_left), stride_left,
-              right + j * (transposed_right ? stride_right : 1), stride_right, accumulate,
-              out + i * J + j, J);
-        for (long row = i; row < i + rows && (bias || dgelu_at || result); row++) {
-            long at = row * J + j;  // of the slice's row
-            float* x = out + at;
-            if (bias) {
-#pragma omp simd
-                for (long c = 0; c < columns; c++) x[c] += bias[j + c];
+    for (long i = whole; i < n; i += WIDTH)
+        for (long k = 0; k < K; k++)
+            for (int r = 0; r < WIDTH; r++)
+                to[i * K + k * WIDTH + r] =
+                    i + r < n ? (float)from[(i + r) * across + k * along] : 0.0f;
+}
+
+extern "C" {
+
+// A product of left (I,K) and right (K,J), whose numbers are left[i * li + k * lk] and
+// right[k * rk + j * rj]. sums (I,J) = the product, or += with accumulate; or if sums is null,
+// out (I,J) = the product + bias (J), times GELU's derivative at dgelu_at (I,J), and gelu_of (I,J)
+// = GELU(out), each only if it is not null.
+//
+// A core multiplies much faster than it reads memory, so it must use often what it has read (Goto
+// and van de Geijn 2008). A thread computes a block of the result, whose sums stay in its second
+// cache, from DEPTH numbers k at a time. It packs these: those of left for the whole block, and
+// those of right for COLUMNS columns, which stay in the first cache while all rows meet them. So
+// add_product reads both from the first number to the last, for a tile after another.
+//
+// A number is the sum over DEPTH products, plus that over the next ones, in any block: so blocks
+// may depend on the number of threads.
+void multiply(real* out, float* sums, const real* left, long li, long lk, const real* right,
+              long rk, long rj, long I, long J, long K, int accumulate, const real* bias,
+              const real* dgelu_at, real* gelu_of) {
+    constexpr long HEIGHT = 256, WIDTH = 768, DEPTH = 256;  // at most: sums of 768 KiB
+    long threads = 1, up = ceil_div(I, HEIGHT), across = ceil_div(J, WIDTH), height, width;
+#ifdef _OPENMP
+    threads = omp_get_max_threads();
+#endif
+    // Cut smaller blocks until each thread has the same number of them, or many.
+    for (;; ++(height > width ? up : across)) {
+        height = ceil_div(ceil_div(I, up), ROWS) * ROWS;
+        width = ceil_div(ceil_div(J, across), COLUMNS) * COLUMNS;
+        long blocks = up * across;
+        if (blocks % threads == 0 || blocks > 8 * threads || height * width < 4096) break;
+    }
+    up = ceil_div(I, height);
+    across = ceil_div(J, width);
+#pragma omp parallel if (I * J * K > 100000)
+    {
+        Matrix packed_left(height, std::min(K, DEPTH));
+        alignas(64) float packed_right[DEPTH * COLUMNS];
+#pragma omp for schedule(dynamic)
+        for (long block = 0; block < up * across; block++) {
+            long i = block % up * height, j = block / up * width;
+            long rows = std::min(height, I - i), columns = std::min(width, J - j);
+            Matrix sum(rows, columns);
+            for (long k = 0; k < K; k += DEPTH) {
+                long depth = std::min(DEPTH, K - k);
+                pack<ROWS>(packed_left[0], left + i * li + k * lk, li, lk, rows, depth);
+                for (long c = 0; c < columns; c += COLUMNS) {
+                    const real* from = right + k * rk + (j + c) * rj;
+                    pack<COLUMNS>(packed_right, from, rj, rk, std::min(COLUMNS, columns - c),
+                                  depth);
+                    for (long r = 0; r < rows; r += ROWS) {
+                        if (rk == 1)  // fetch a part of what is packed next
+                            for (long n = 0; n < depth; n += 16)
+                                __builtin_prefetch(from + (COLUMNS + r / ROWS) * rj + n);
+                        add_product(sum[r] + c, sum.columns, packed_left[0] + r * depth, 1, ROWS,
+                                    packed_right, COLUMNS, ROWS, COLUMNS, depth);
+                    }
+                }
             }
-            if (dgelu_at) {
+            for (long r = 0; r < rows; r++) {
+                long at = (i + r) * J + j;  // of the block's row
+                float* x = sum[r];
+                if (sums) {
 #pragma omp simd
-                for (long c = 0; c < columns; c++) x[c] *= gelu_derivative(dgelu_at[at + c]);
-            }
-            if (result) {
+                    for (long c = 0; c < columns; c++)
+                        sums[at + c] = accumulate ? sums[at + c] + x[c] : x[c];
+                    continue;
+                }
+                if (bias) {
 #pragma omp simd
-                for (long c = 0; c < columns; c++) result[at + c] = x[c];
-            }
-            if (gelu_of) {
+                    for (long c = 0; c < columns; c++) x[c] += bias[j + c];
+                }
+                if (dgelu_at) {
 #pragma omp simd
-                for (long c = 0; c < columns; c++) gelu_of[at + c] = gelu(result[at + c]);
+                    for (long c = 0; c < columns; c++) x[c] *= gelu_derivative(dgelu_at[at + c]);
+                }
+#pragma omp simd
+                for (long c = 0; c < columns; c++) out[at + c] = x[c];
+                if (gelu_of) {
+#pragma omp simd
+                    for (long c = 0; c < columns; c++) gelu_of[at + c] = gelu(out[at + c]);
+                }
             }
         }
     }
-}
-
-// to (n) = from (n), in fp32
-void widen(float* to, const real* from, size_t n) {
-#pragma omp parallel for simd
-    for (size_t i = 0; i < n; i++) to[i] = from[i];
 }
 
 }  // extern "C"

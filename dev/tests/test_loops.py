@@ -6,8 +6,6 @@ import itertools
 import os
 import subprocess
 import sys
-import time
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from unittest import mock
 
@@ -19,7 +17,7 @@ from dev.bench import on_cpu
 from dev.common.bf16 import joined
 from dev.common.config import Config
 from dev.common.cuda_source import parameters_of
-from dev.cpu.device import LOOP_KINDS, Cpu, loops_of, read_loops
+from dev.cpu.device import LOOP_KINDS, Cpu, loops_of, numpy_has_accelerate, read_loops
 from dev.cpu.emulated import KERNELS, Emulated
 from dev.features.declare import stack
 from dev.features.recompute import LLAMA_SOURCE as RECOMPUTE_LLAMA, SOURCE as RECOMPUTE
@@ -259,13 +257,13 @@ def test_threads(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_sliced_products(dtype):
-    """Products so large that threads share them: of rows, and of columns, with all that may follow.
-    The same bits with any number of threads, and right, the places where slices meet included."""
+def test_products(dtype):
+    """Products that are cut into blocks, with tiles and parts of K left over at their ends, and all
+    that may follow a product. The same bits with any number of threads."""
     skip_without_openmp()
     device = Cpu(dtype, Config(C=64, NH=2))
-    if device.blas is None:
-        pytest.skip("NumPy has another BLAS, whose threads multiply")
+    if numpy_has_accelerate():
+        pytest.skip("NumPy multiplies, with threads of its own")
     real, limit = device.real, 1e-6 if dtype == "fp32" else 5e-3
 
     def array(rows, columns, transposed=False):
@@ -278,7 +276,7 @@ def test_sliced_products(dtype):
         device.matmul(out, a, b, **options)
         return out
 
-    for (I, K, J), transposed in itertools.product(((512, 300, 700), (701, 300, 509)), (0, 1)):
+    for (I, K, J), transposed in itertools.product(((270, 300, 70), (69, 531, 801)), (0, 1)):
         a, b, start = array(I, K, transposed), array(K, J, transposed), normal(I, J)
         bias, before, found = array(1, J)[0], array(I, J), []
         for threads in (1, 2, 3, 5):
@@ -301,29 +299,33 @@ def test_sliced_products(dtype):
                 yield f"{name}, with threads", more, arrays[0], EXACT
 
 
-def test_products_at_once():
-    """Products of several Python threads take turns, and they, and one that fails, leave NumPy's
-    BLAS its threads."""
-    device, x = Cpu("fp32", Config(C=64, NH=2)), np.ones((16, 16), np.float32)
-    now, seen = [4], []
-
-    def multiply(*_):
-        seen.append(now[-1])
-        time.sleep(0.005)  # so that the other Python threads go on
-        seen.append(now[-1])
-        if len(seen) == 8:
-            raise ValueError("the fourth one")
-
-    device.blas = 0, lambda: now[-1], now.append
-    device.library = SimpleNamespace(multiply=multiply)
-    with ThreadPoolExecutor(4) as pool:
-        products = [pool.submit(device.matmul, np.empty_like(x), x, x) for _ in range(4)]
-    check("one failed", sum(each.exception() is not None for each in products) == 1)
-    check("all had one thread, in turn", seen == [1] * 8 and now == [4] + [1, 4] * 4, (seen, now))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_small_products(dtype):
+    """Products of a few rows, columns or numbers, of matrices with gaps, and NaNs that stay in
+    their row and column. Each row has the same bits as in a product of its own."""
+    device = Cpu(dtype, Config(C=64, NH=2))
+    for I, K, J in ((1, 1, 1), (1, 70, 33), (7, 5, 31), (8, 257, 32), (9, 3, 65), (33, 512, 1)):
+        wide = [made(device, shape, device.real, normal(*shape))
+                for shape in ((2 * I, K + 3), (K + 3, 2 * I), (2 * J, K + 3), (K + 3, 2 * J))]
+        lefts = [wide[0][:I, :K], wide[0][::2, 3:], wide[1][:K, :I].T, wide[1][3:, ::2].T]
+        rights = [wide[2][:J, :K].T, wide[2][::2, 3:].T, wide[3][:K, :J], wide[3][3:, ::2]]
+        for i, j in itertools.product(range(4), range(4)):
+            a, b, name = lefts[i], rights[j], f"{I}x{K}x{J}, {i}, {j}"
+            out, row = np.full((2, I, J), np.nan, np.float32)
+            device.matmul(out, a, b)
+            yield name, out, np.float64(to_float(a)) @ np.float64(to_float(b)), 1e-6
+            if not numpy_has_accelerate():
+                device.matmul(row[-1:], a[-1:], b)
+                yield f"{name}, the last row", row[-1], out[-1], EXACT
+    a, b = np.ones((9, 40), np.float32), np.ones((40, 70), np.float32)
+    a[8, 39] = b[0, 69] = np.nan
+    out = np.empty((9, 70), np.float32)
+    Cpu("fp32", Config(C=64, NH=2)).matmul(out, a, b)
+    check("NaNs", np.isnan(out).sum() == 78 and (out[:8, :69] == 40).all(), out)
     with pytest.raises(AssertionError, match="sizes differ"):
-        device.matmul(x, x[:, :8], x)
+        device.matmul(out, made(device, (9, 41), device.real), made(device, (40, 70), device.real))
     with pytest.raises(AssertionError, match="out's rows"):
-        device.matmul(x.T, x, x)
+        device.matmul(out.T, *(made(device, shape, device.real) for shape in ((70, 4), (4, 9))))
 
 
 # ---- What loops do not know
@@ -357,14 +359,20 @@ def test_emulates():
     check("which a kernel rounds", found[0].device.emulated and found[0].device.loops)
 
 
-def test_without_openblas():
-    """With another BLAS, NumPy multiplies."""
-    c = Config(C=64, NH=2)
+def test_accelerate():
+    """Where NumPy has Accelerate, it multiplies; so it does what the loop does not know."""
     for dtype in DTYPES:
-        devices = [Cpu(dtype, c) for _ in range(2)]
-        devices[1].blas = None
-        for device in devices:
-            run(f"{dtype} matmul", test_gpt2.matmul, device, 27, 96, 288)
+        device = Cpu(dtype, Config(C=64, NH=2))
+        for has in False, True:
+            with mock.patch("dev.cpu.device.numpy_has_accelerate", return_value=has):
+                run(f"{dtype} matmul", test_gpt2.matmul, device, 27, 96, 288)
+        with mock.patch.object(device, "library"), mock.patch(
+                "dev.cpu.device.numpy_has_accelerate", return_value=True):
+            x = made(device, (4, 4), device.real, np.eye(4))
+            device.matmul(out := made(device, (4, 4), np.float32), x, x)
+            yield f"{dtype}: by NumPy", out, np.eye(4), EXACT
+    device.matmul(out, np.eye(4, dtype=np.float32), x)  # left is of fp32, right of bf16
+    yield "of two types", out, np.eye(4), EXACT
 
 
 def test_edited_kernels(folder):
@@ -405,10 +413,3 @@ def test_fast_math():
                           env=os.environ | dict(CXXFLAGS="-O1 -Ofast"))
     check("verdicts", done.stdout.splitlines()[-1:] == [f"{[1, 0, 0, 0, 0] * 2}"],
           done.stdout + done.stderr)
-
-
-def test_no_memory():
-    """No memory for a product's buffer is the usual line."""
-    device = Cpu("bf16", Config(C=64, NH=2))
-    with mock.patch("numpy.empty", side_effect=MemoryError):
-        check_refusal("buffer", "no memory for 400 bytes more", device.buffer, "x", (10, 10))
