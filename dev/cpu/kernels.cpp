@@ -256,9 +256,12 @@ void add_partials(float* out1, float* out2, const float* partials, int blocks, i
 constexpr long BLOCK = 32;
 
 // A product computes a tile of ROWS x COLUMNS numbers at a time, which fits into vector registers:
-// 16 of AVX-512's 32, or 8 of AVX's 16.
+// 16 of AVX-512's 32, 12 of AVX's 16, or 16 of ARM's 32. Then a step of k reads ROWS + COLUMNS
+// numbers for ROWS * COLUMNS multiply-adds.
 #ifdef __AVX512F__
 constexpr long ROWS = 8, COLUMNS = 32;
+#elif defined __AVX__
+constexpr long ROWS = 4, COLUMNS = 24;
 #else
 constexpr long ROWS = 4, COLUMNS = 16;
 #endif
@@ -641,12 +644,12 @@ extern "C" {
 //
 // A core multiplies much faster than it reads memory, so it must use often what it has read (Goto
 // and van de Geijn 2008). A thread computes a block of the result, whose sums stay in its second
-// cache, from DEPTH numbers k at a time. It packs these: those of left for the whole block, and
-// those of right for COLUMNS columns, which stay in the first cache while all rows meet them. So
-// add_product reads both from the first number to the last, for a tile after another.
+// cache, from DEPTH numbers k at a time. It packs these: left's for the whole block, and right's
+// for COLUMNS columns at a time, which stay in the first cache while all rows use them. So
+// add_product reads both in the order in which they lie.
 //
-// A number is the sum over DEPTH products, plus that over the next ones, in any block: so blocks
-// may depend on the number of threads.
+// Each result is the sum of DEPTH products, plus the sum of the next DEPTH, and so on, in whichever
+// block it is: so blocks may depend on the number of threads.
 void multiply(real* out, float* sums, const real* left, long li, long lk, const real* right,
               long rk, long rj, long I, long J, long K, int accumulate, const real* bias,
               const real* dgelu_at, real* gelu_of) {
@@ -681,7 +684,7 @@ void multiply(real* out, float* sums, const real* left, long li, long lk, const 
                     pack<COLUMNS>(packed_right, from, rj, rk, std::min(COLUMNS, columns - c),
                                   depth);
                     for (long r = 0; r < rows; r += ROWS) {
-                        if (rk == 1)  // fetch a part of what is packed next
+                        if (rk == 1 && r < ROWS * COLUMNS)  // fetch a row of what is packed next
                             for (long n = 0; n < depth; n += 16)
                                 __builtin_prefetch(from + (COLUMNS + r / ROWS) * rj + n);
                         add_product(sum[r] + c, sum.columns, packed_left[0] + r * depth, 1, ROWS,
