@@ -56,7 +56,7 @@ KERNELS = HERE / "kernels.cu"
 BF16 = np.uint16
 LOW = np.int16
 
-ALIGN = 64  # bytes. C is a multiple of 32, so parameters have no gaps: adamw needs one index.
+ALIGN = 64  # bytes. C is a multiple of 32, so no parameter is padded: adamw has one index.
 LOGIT_ROWS = 8192  # many tokens' logits take gigabytes: they are computed in parts
 PARTIAL_ROWS = 256  # the most blocks with partial sums
 NORM_BLOCKS = 1024  # the most blocks of global_norm
@@ -188,8 +188,7 @@ class Config:
 
 
 def logit_rows(N):
-    """How many tokens get logits at a time: in at most four parts, since each adds to all of
-    dwte."""
+    """How many tokens get logits at a time. At most four parts: each rewrites all of dwte."""
     return min(N, max(LOGIT_ROWS, ceil_div(N, 4)))
 
 
@@ -303,7 +302,7 @@ class GPT2:
         self.layers = None  # for each layer its part of params, of grads and of acts
         self.parts = None  # slices of the N tokens, which get logits in turn
         self.BT = None  # (B,T) that these five are laid out for: see set_batch
-        self.master = [self.params]  # what holds all of a parameter: in bf16 also the low halves
+        self.master = [self.params]  # a parameter's 32 bits: in bf16, with the low halves
         if "low bits" in tables:
             self.master.append(self.whole_views("low bits"))
 
@@ -334,8 +333,8 @@ class GPT2:
 
     def layer_backward(self, l):
         """layer_forward(l), read upwards: each call takes the gradient of what its twin there made,
-        and makes those of the twin's inputs. (GELU ends fc's call there, its derivative fcproj's
-        call here.) dx is the gradient of the stream x, and so of each branch added to it."""
+        and makes those of the twin's inputs. (There fc's call ends with GELU, here fcproj's with
+        its derivative.) dx is the gradient of the stream x, and so of each branch added to it."""
         p, g, a = self.layers[l]  # g: the gradients of p
         dx = self.back.dresidual  # (N,C)
         dqkv = self.back.dqkv  # (N,3C)
@@ -443,8 +442,8 @@ class GPT2:
     def embedding_backward(self):
         """dx goes to the rows of wte and wpe that x was made of. Rows of dx with the same token are
         summed in an order that the host has sorted, so that no two threads add to one number: of
-        tokens [7,3,7] order is [1,0,2], and the runs are (1,2) and (0,1). dwte gets these on top of
-        what the head has put there."""
+        tokens [7,3,7] order is [1,0,2], and the runs, longest first, are (1,2), (0,1). The head
+        has begun dwte; this adds."""
         B, T = self.BT
         C = self.config.C
         dwte, dwpe = self.grads.wte, self.grads.wpe
