@@ -6,7 +6,7 @@ KERNELS, LLAMA, TILES = "kernels.cu", "dev/llama3/llama3.cu", "dev/lab/tiles.cu"
 MOMENTS, FP8, OUTLIERS = ("dev/features/moments.cu", "dev/features/fp8/fp8.cu",
                           "dev/features/outliers.cu")
 FP8_OUTPUT, BOXES, SUMS = ("dev/features/fp8/fp8_output.cuh", "dev/cpu/hopper.h",
-                           "dev/features/ranks/sums.cu")
+                           "dev/features/ranks/bf16_sums.cu")
 FUSED, RECOMPUTE = "dev/features/fused_biases.cu", "dev/features/recompute.cu"
 RECOMPUTE_LLAMA, KV = "dev/features/recompute_llama.cu", "dev/features/kv_cache.cu"
 FUSED_TESTS = "attention", "rows"  # of test_fused_biases.py
@@ -265,7 +265,7 @@ TABLE = [
         ("mask", "skip_outliers", "loss_z > loss_limit", "loss_z < loss_limit"),
         ("mask", "skip_outliers", "norm_limit > 0.0f &&", ""),
         ("index", "skip_outliers", " % WINDOW)", ")"), file=OUTLIERS),
-    # ---- sums.cu
+    # ---- bf16_sums.cu
     *of("casts",
         ("rounding", "gradient_to_wire", "(bits + 0x7fff + (bits >> 16 & 1))", "bits"),
         ("rounding", "gradient_to_wire", "(bits >> 16 & 1)", "1"),

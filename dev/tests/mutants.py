@@ -9,8 +9,9 @@ A mutant is a one-line change to kernels.cu, to one of dev/'s .cu files, or to a
 lab: those of mutant_table.py, and each barrier removed. It is made in a copy of the repository,
 where the lab checks one kernel on the CPU until the first failure: all of its versions for a file
 of the lab, else the trainer's. Mutants of FP8 must be noticed by a test of dev/tests/test_fp8.py,
-those of sums.cu by one of test_ranks.py, those of fused_biases.cu by one of test_fused_biases.py. A
-mutant that passes has survived: the lab needs a better problem. The unchanged kernel must pass.
+those of bf16_sums.cu by one of test_ranks.py, those of fused_biases.cu by one of
+test_fused_biases.py. A mutant that passes has survived: the lab needs a better problem. The
+unchanged kernel must pass.
 """
 import argparse
 import os
@@ -56,8 +57,8 @@ def barriers(every=False):
             if every or (function, number) not in UNSEEN:
                 shared = not file.startswith(LAB)
                 if shared and function not in BARRIERS:
-                    raise UserError(f"{file}: {function} has a barrier; add it to BARRIERS in "
-                                    "mutant_table.py")
+                    raise UserError(f"{file}: {function} has a barrier: add it to BARRIERS in "
+                                    "mutant_table.py, or the file to OWN_TESTS in mutants.py")
                 kernel, dtype = (BARRIERS[function] if shared else Path(file).stem,
                                  "fp8" if file == FP8 else "fp32")
                 yield Mutant(f"barrier {number}", kernel, dtype, function, found[0], "", file)

@@ -28,8 +28,8 @@ from dev.features import order
 from dev.features.checkpoints.resume import load_state
 from dev.features.checkpoints.state_file import state_parts
 from dev.features.devices import address_of, make_device
+from dev.features.ranks.bf16_sums import SOURCE as SUMS
 from dev.features.ranks.ranks import Ranks
-from dev.features.ranks.sums import SOURCE as SUMS
 from dev.features.sample import generate
 from dev.features.seams import GPT2, Training
 from dev.features.shuffled_loader import FilesLoader

@@ -14,7 +14,7 @@ from dev.features.declare import Feature, Flag
 from dev.features.devices import address_of
 from train_gpt2 import BF16
 
-SOURCE = Path(__file__).resolve().with_name("sums.cu")
+SOURCE = Path(__file__).resolve().with_name("bf16_sums.cu")
 
 
 class Bf16Sums:
