@@ -6,6 +6,9 @@ import sys
 from train_gpt2 import FLAG_TYPES, Parser, number
 
 NEAR = 0.75  # the least likeness to a flag, by difflib, of a word that may be a slip for it
+# What other trainers call a flag, if it is spelled too differently
+ELSEWHERE = {"--lr": "--learning-rate", "--wd": "--weight-decay", "--max-steps": "--steps",
+             "--max-iters": "--steps"}
 TYPES = FLAG_TYPES | {"level": number(int, 0, 3)}
 
 
@@ -16,8 +19,9 @@ class NearParser(Parser):
     def error(self, message):
         kind, _, words = message.partition(": ")
         if kind == "unrecognized arguments":
-            near = difflib.get_close_matches(words.split()[0].split("=")[0], self.names, 1,
-                                             NEAR)
+            word = words.split()[0].split("=")[0].replace("_", "-")
+            near = ([ELSEWHERE[word]] if ELSEWHERE.get(word) in self.names else
+                    difflib.get_close_matches(word, self.names, 1, NEAR))
             message += f": did you mean {near[0]}?" if near else ""
         super().error(message)
 

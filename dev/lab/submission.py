@@ -46,7 +46,8 @@ class Submission:
         try:
             self.text = self.path.read_text(encoding="utf-8-sig")
         except OSError as e:
-            raise UserError(f"{path}: could not be read ({e.strerror})") from None
+            raise UserError(f"{path}: could not be read ({e.strerror}); `python -m dev.lab "
+                            "--exercise NAME` writes a file to fill in") from None
         except UnicodeDecodeError:
             raise UserError(f"{path}: expected text") from None
         self.lines = self.text.splitlines()

@@ -39,6 +39,8 @@ def test_refusals(device_name, folder):
                           "a.txt"),
                          ("--learningrate 1: did you mean --learning-rate.; --help",
                           "--learningrate", 1),
+                         ("--lr 1: did you mean --learning-rate.; --help", "--lr", 1),
+                         ("--max_iters=9: did you mean --steps.; --help", "--max_iters=9"),
                          ("noise.bin", *tiny, "-e", "noise.bin"), ("maxT = 40", *tiny, "-t", 41),
                          ("--clip.* -0.5: ", "--clip", -0.5), ("--clip.* nan: ", "--clip", "nan"),
                          ("-d 24: expected a multiple of .*B.T = 16", *tiny, "-d", 24),

@@ -404,7 +404,8 @@ def test_files(folder):
     check("  which is left", path.read_text().endswith("// mine\n"))
     refused(folder, "unknown exercise", "sofmax_forward; did you mean softmax_forward",
             "sofmax_forward")
-    refused(folder, "file that is not there", "my_nothing.cu: .*read", "my_nothing.cu")
+    refused(folder, "file that is not there", "my_nothing.cu: .*read.*; .*NAME. writes",
+            "my_nothing.cu")
     refused(folder, "a file's name without its end", "the file my_softmax_forward.cu",
             "my_softmax_forward")
     with mock.patch("builtins.open", side_effect=PermissionError(13, "Permission denied")):
