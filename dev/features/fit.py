@@ -5,6 +5,7 @@ import bisect
 
 from dev.common.host_memory import available_memory
 from dev.features.declare import Feature
+from dev.features.seams import size_of
 from prepro_tinyshakespeare import UserError
 from train_gpt2 import BF16, offsets
 
@@ -84,7 +85,7 @@ class FittingTraining:
         flags = self.flags
         asked, free, fits = self.Model.memory(self.config, self.device, flags.batch_size,
                                               flags.seq_len)
-        print(f"memory       | {asked / 2**30:6.2f} GiB; -b {fits} would fit into "
+        print(f"memory       | {size_of(asked)}; -b {fits} would fit into "
               f"{free / 2**30:.2f} GiB")
 
 

@@ -18,6 +18,11 @@ from train_gpt2 import (ADAMW_FLAGS, NORM_BLOCKS, DataLoader, Row, generate, kep
                         offsets, pack_batch, to_float)
 
 
+def size_of(nbytes):
+    """A number of bytes as text, so that a laptop's model does not take 0.00 GiB."""
+    return f"{nbytes / 2**30:6.2f} GiB" if nbytes >= 2**27 else f"{nbytes / 2**20:6.2f} MiB"
+
+
 class GPT2(train_gpt2.GPT2):
     """GPT-2 with the seams of features, and the base of other architectures."""
     Config = Config
@@ -307,7 +312,7 @@ class Training(train_gpt2.Training):
         if self.chapters():
             print(f"chapters     | {', '.join(self.chapters())} (dev/features; --plain 1: without)")
         for arena, table in self.Model.tables(c, self.device, B, T).items():
-            print(f"{arena:12} | {offsets(table)[-1] / 2**30:6.2f} GiB in {len(table)} tensors")
+            print(f"{arena:12} | {size_of(offsets(table)[-1])} in {len(table)} tensors")
 
     def chapters(self):
         """What this run has for speed alone beyond the two files."""

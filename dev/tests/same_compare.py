@@ -12,6 +12,7 @@ from dev.tests.same_cases import table_of
 
 LINE = re.compile(r"step +\d+/\d+ \| loss \S+ \| norm +\S+ \| lr \S+|val loss .*|HellaSwag: "
                   r".*|WARNING: step .*|outlier +\| z-scores: loss \S+ norm [^;]+")
+SIZE = re.compile("[GM]iB")
 UNSTEADY = re.compile(r"compiling|estimate|memory|wrote|\d+ steps in")
 
 
@@ -24,10 +25,10 @@ def printed(path, case):
             kept += re.findall(r"^  (-\S+)(?: .*?, (--\S+))?", line)
         elif sampling or LINE.match(line):
             kept.append((LINE.match(line) or [line])[0])
-        elif "--dry-run" in case.flags and "GiB" in line and not UNSTEADY.match(line):
+        elif "--dry-run" in case.flags and SIZE.search(line) and not UNSTEADY.match(line):
             kept.append(" ".join(re.findall(r"^\w+|[\d.]+", line)))
         elif not UNSTEADY.match(line):
-            words.append(re.sub(r"[\d.,:%]+", "#", line))
+            words.append(re.sub(r"[\d.,:%]+", "#", SIZE.sub("bytes", line)))
         if line == "---" and not case.name == "sample":
             sampling = not sampling
     return kept, words

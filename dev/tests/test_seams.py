@@ -57,7 +57,8 @@ REPEATED = [
     ("Training.announce", SEAMS, [
         "flags = self.flags", "c = self.config",
         "print(f'data         | {self.train_data} (-i), {self.val_data.path} (-j)')",
-        "for arena, table in GPT2.tables(c, self.device, B, T).items():"]),
+        "for arena, table in GPT2.tables(c, self.device, B, T).items():",
+        "print(f'{arena:12} | {offsets(table)[-1] / 2 ** 30:6.2f} GiB in {len(table)} tensors')"]),
     ("GPT2.norm_backward", "dev/features/fused_biases.py", [
         "N, C = inp.shape", "partials = self.back.partials",
         "self.device.launch('layernorm_backward', blocks, dx, partials, dout, inp, weight, mean, "
@@ -218,3 +219,11 @@ def made_model(feature, *given):
     model = order.stack(kind, [feature])(c, Emulated("fp32", c, sources), 1, 8)
     model.set_parameters(read_parameters(TINY, c))
     return model
+
+
+def test_sizes():
+    """From 128 MiB on, a size is told in GiB."""
+    for nbytes, wish in ((448, "  0.00 MiB"), (1_816_576, "  1.73 MiB"),
+                         (2**27 - 2**20, "127.00 MiB"), (2**27, "  0.12 GiB"),
+                         (73 * 2**30, " 73.00 GiB")):
+        check(f"{nbytes} bytes", seams.size_of(nbytes) == wish, seams.size_of(nbytes))
