@@ -42,8 +42,10 @@ The state file (state_*.bin) keeps the layout of llm.c's, with the momentum in p
 in place of the v that is not there. Its version is 2, so that neither llm.c nor a run with AdamW
 continues from it.
 
-Several ranks divide the matrices of a batch among them, and gather what the others made. --zero 1
-is refused: there each rank has a piece of every matrix, and none has a whole one.
+Several ranks divide the matrices of a batch among them, and gather what the others made. With
+--zero 1 each has whole layers of the hidden tensors, and momentum, fp32 parameters and the work for
+these alone. If the ranks do not divide the layers, rank 0 has those that are left too: --zero 1
+suits numbers of ranks that do.
 
 On text that is read once, Muon reached AdamW's best validation loss in half of the steps:
 dev/RESULTS.md has all runs, of dev/bench/optimizers.py.
@@ -187,10 +189,21 @@ def parts_of(c):
     return found
 
 
-def groups_of(c):
+def parts_of_share(c, ranks):
+    """[Part] of the layers that a rank has with --zero 1."""
+    found, each = [], c.L // ranks.count
+    left = 0 if ranks.rank else c.L - each * ranks.count
+    for part in parts_of(c):
+        for name, layers in ((part.name, each), (f"{part.name}_tail", left)):
+            if layers:
+                found.append(part._replace(name=name, layers=layers))
+    return found
+
+
+def groups_of(parts):
     """{(rows, columns): [Part]}: the matrices of a shape are multiplied together."""
     groups = {}
-    for part in parts_of(c):
+    for part in parts:
         groups.setdefault((part.rows, part.columns), []).append(part)
     return groups
 
@@ -205,10 +218,10 @@ def workspace_table(rows, columns, matrices, real):
             Row("squares", (matrices, ceil_div(rows * columns, SHARE)), np.float64)]
 
 
-def batches_of(c, real):
+def batches_of(groups, real):
     """(rows, columns, the first matrix, how many) of each batch of matrices that are orthogonalized
     at a time: of each shape even parts, as WORKSPACE allows."""
-    for (rows, columns), parts in groups_of(c).items():
+    for (rows, columns), parts in groups.items():
         count = sum(part.count for part in parts)
         one = offsets(workspace_table(rows, columns, 1, real))[-1]
         size = ceil_div(count, ceil_div(count, max(1, WORKSPACE // one)))
@@ -250,7 +263,7 @@ def orthogonalize(device, x, y, gram, poly):
 def flops_of(c):
     """The operations of a step's products here."""
     total = 0
-    for (rows, columns), parts in groups_of(c).items():
+    for (rows, columns), parts in groups_of(parts_of(c)).items():
         side, length = sorted((rows, columns))
         one = 2 * side * side * (2 * length + side) * len(COEFFICIENTS)
         total += one * sum(part.count for part in parts)
@@ -260,6 +273,12 @@ def flops_of(c):
 class Muon:
     """A model whose hidden matrices Muon updates."""
     state_version = STATE_VERSION
+    uncut = HIDDEN
+
+    @classmethod
+    def groups(cls, c):
+        """groups_of the matrices that this process has."""
+        return groups_of(parts_of(c))
 
     @classmethod
     def tables(cls, c, device, B, T):
@@ -270,8 +289,9 @@ class Muon:
         tensors = len(tables["adam m"])
         tables["update"] = [*tables["update"], Row("muon", (3,)),
                             Row("rest_starts", (tensors + 1,), np.uint64)]
-        needed = max(offsets(cls.workspace_of(rows, columns, matrices, device.real))[-1]
-                     for rows, columns, _, matrices in batches_of(c, device.real))
+        needed = max((offsets(cls.workspace_of(rows, columns, matrices, device.real))[-1]
+                      for rows, columns, _, matrices in batches_of(cls.groups(c), device.real)),
+                     default=0)
         logits = next(row for row in tables["activations"] if row.name == "logits")
         if needed > logits.nbytes:
             tables["muon"] = [Row("workspace", (needed,), np.uint8)]
@@ -284,7 +304,7 @@ class Muon:
         self.numbers = [start // 4 for start in offsets(table)]  # where each tensor begins
         self.runs = []  # (first tensor, tensor behind the last) of neighbours that AdamW updates
         for i, row in enumerate(table):
-            if row.name in HIDDEN:
+            if row.name.removesuffix("_tail") in HIDDEN:
                 continue
             if self.runs and self.runs[-1][1] == i:
                 self.runs[-1] = self.runs[-1][0], i + 1
@@ -330,8 +350,8 @@ class Muon:
         low = None if low is None else low.view(LOW)
         grads, m, v = gradients.view(np.float32), m.view(np.float32), v.view(np.float32)
         self.update_rest(params, low, grads, m, v)
-        groups = groups_of(self.config)
-        for rows, columns, start, matrices in batches_of(self.config, self.device.real):
+        groups = self.groups(self.config)
+        for rows, columns, start, matrices in batches_of(groups, self.device.real):
             pieces = [*pieces_of(groups[rows, columns], start, matrices)]
             self.update_hidden(rows, columns, matrices, pieces, params, low, grads, m)
 
@@ -402,8 +422,35 @@ class SharedMuon:
         """As Ranked.try_products, with those of the update."""
         super().try_products(B, backward)
         if backward:
-            for rows, columns, _, matrices in batches_of(self.config, self.device.real):
+            groups, real = self.groups(self.config), self.device.real
+            for rows, columns, _, matrices in batches_of(groups, real):
                 orthogonalize(self.device, *self.share_of(self.workspace(rows, columns, matrices)))
+
+
+class ShardedMuon:
+    """The model of a rank with --zero 1, a mixin in front of SharedMuon and Sharded: it has whole
+    matrices, and nothing to gather but the parameters."""
+
+    @classmethod
+    def groups(cls, c):
+        return groups_of(parts_of_share(c, cls.ranks))
+
+    @classmethod
+    def tables(cls, c, device, B, T):
+        tables = super().tables(c, device, B, T)
+        starts = Row("rest_starts", (len(tables["adam m"]) + 1,), np.uint64)
+        tables["update"] = [starts if row.name == starts.name else row for row in tables["update"]]
+        return tables
+
+    @classmethod
+    def workspace_of(cls, rows, columns, matrices, real):
+        return workspace_table(rows, columns, matrices, real)
+
+    def orthogonalize(self, work):
+        return orthogonalize(self.device, *self.share_of(work))
+
+    def share_of(self, work):
+        return work.x, work.y, work.gram, work.poly
 
 
 def refused(flags):
@@ -433,10 +480,9 @@ OF_MUON = (
          "--muon-lr like AdamW's", "the update", after="--muon-momentum"))
 FEATURE = Feature(
     "muon", lambda flags, ranks: flags.optimizer == "muon", Muon, device=batch_class,
-    sources=(SOURCE,), refuses=refused, pairs=(Pair("ranks", SharedMuon),), flags=(
+    sources=(SOURCE,), refuses=refused,
+    pairs=(Pair("zero", ShardedMuon), Pair("ranks", SharedMuon)), flags=(
         Flag(None, "--optimizer", ("adamw", "muon"), "adamw", "muon: orthogonalize the updates of "
              "the hidden matrices; AdamW updates the rest, with -l, which may be larger (8e-3)",
              "the update", must_agree=True),
-        *OF_MUON),
-    excludes={"zero": "--optimizer muon --zero 1: Muon needs whole matrices, and ZeRO keeps a "
-                      "share of each: expected --zero 0"})
+        *OF_MUON))

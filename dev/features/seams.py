@@ -27,6 +27,7 @@ class GPT2(train_gpt2.GPT2):
     """GPT-2 with the seams of features, and the base of other architectures."""
     Config = Config
     state_version = 1  # of its state files; those of another optimizer than AdamW have another
+    uncut = ()  # names of tensors whose layers several ranks share out whole: see ranks/zero.py
 
     def __init__(self, config, device, B, T):
         self.check(config, device, B, T)

@@ -1,9 +1,9 @@
 """Test --optimizer muon: its kernels against NumPy in float64, updates and fifty steps beside
 torch.optim.Muon and AdamW, and runs that stop, resume and are refused."""
 import contextlib
+import dataclasses
 import functools
 import itertools
-from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -13,18 +13,21 @@ from dev.common.bf16 import master_numbers, to_bf16
 from dev.common.config import Config, draw_parameters
 from dev.common.flags import parse_flags
 from dev.features import muon
+from dev.features.checkpoints.state_file import read_states, whole_tensors
 from dev.features.declare import stack
 from dev.features.devices import device_class
 from dev.features.order import FLAGS as FEATURE_FLAGS, attach
+from dev.features.ranks.ranks import Ranks
 from dev.features.recompute import SOURCE as RECOMPUTE
 from dev.features.seams import GPT2, Training
 from dev.llama3.train_llama3 import Config3, Llama3
 from dev.tests import jobs
 from dev.tests.checks import EXACT, TINY, check, check_refusal, fast, words
 from dev.tests.models import in_each_order, model_class, on_device
-from dev.tests.trainings import LLAMA, call, check_resumed, place_of, token_files
+from dev.tests.trainings import (LLAMA, call, check_resumed, place_of, token_files,
+                                 without)
 from prepro_tinyshakespeare import write_tokens
-from train_gpt2 import ceil_div, pack_batch, to_float
+from train_gpt2 import ceil_div, offsets, pack_batch, to_float
 
 CONFIG = Config(maxT=19, V=251, L=3, NH=2, C=64, Vp=263)
 LLAMA_CONFIG = Config3(V=251, L=2, NH=4, NKV=2, C=64, multiple_of=8)
@@ -267,11 +270,12 @@ def test_updates(device_name):
             (CONFIG, GPT2, "original", 2**28), (CONFIG, GPT2, "rms", 300_000),
             (LLAMA_CONFIG, Llama3, "original", 100_000)):
         with mock.patch.object(muon, "WORKSPACE", room):
-            batches = [*muon.batches_of(c, np.float32)]
+            groups = muon.groups_of(muon.parts_of(c))
+            batches = [*muon.batches_of(groups, np.float32)]
             model = muon_model(architecture, c, place, "--muon-scale", convention,
                                "--muon-lr", 0.3, "--muon-momentum", 0.9)
             title = f"{architecture.__name__} {convention}"
-            check(f"{title}: batches", (len(batches) > len(muon.groups_of(c))) == (room < 2**28))
+            check(f"{title}: batches", (len(batches) > len(groups)) == (room < 2**28))
             torchs = "match_rms_adamw" if convention == "rms" else convention
             twin = Twin(c, arrays_of(model, model.params), SETTINGS, 0.3, 0.9, torchs)
             for step in range(3):
@@ -441,7 +445,6 @@ def test_refused():
 
     check_refusal("moments", "expected --moments fp32", run, None, 1e-3, "--moments", "bf16")
     check_refusal("rate", "expected -l above 0", run, None, 0.0)
-    check_refusal("zero", "expected --zero 0", run, SimpleNamespace(count=2), 1e-3, "-z", "1")
     found, _, said = call("--device", "cpu", "--dry-run", 1)
     check("no flag of Muon", found == 0, said)
     for given in ((), ("--optimizer", "adamw")):
@@ -450,23 +453,106 @@ def test_refused():
               found == 1 and "--muon-lr: is for Muon: expected --optimizer muon too" in said, said)
 
 
-def test_ranks(device_name, folder):
-    """Three ranks make the same update as one: of two matrices of a shape each orthogonalizes one,
-    and the last rank none; of eight, three and two. The text repeats itself after T tokens, so all
-    batches are the same. (The gradients have few singular values above 0, and rounding errors
-    become larger.)"""
+def needs_mpirun(device_name):
     if device_name == "cuda" or not jobs.MPIRUN:
         pytest.skip("of CPUs, by mpirun")
+
+
+def states_of(folder, step, count):
+    paths = [folder / f"state_{step:08d}_{rank:05d}.bin" for rank in range(count)]
+    return read_states(paths.__getitem__, Config.from_file(TINY))
+
+
+def test_ranks(device_name, folder):
+    """Three ranks make the same update as one: of two matrices of a shape each orthogonalizes one,
+    and the last rank none; of eight, three and two. So do ranks with --zero 1: each of two has a
+    layer, and of three rank 0 has both. The text repeats itself after T tokens, so all batches are
+    the same. (The gradients have few singular values above 0, and rounding errors become
+    larger.)"""
+    needs_mpirun(device_name)
     with contextlib.redirect_stdout(None):
         write_tokens(folder / "part_train_0.bin", np.tile(words(257, 8), 20))
         write_tokens(folder / "part_val_0.bin", words(257, 100))
-    outputs = []
-    for count in (1, 3):
-        output = folder / f"{count}"
-        job = jobs.begin("cpu", count, folder, output, *jobs.SMALL, "-u", 0, "-x", 1,
-                         "--optimizer", "muon", "--dtype", "fp32")
-        out, err = job.communicate(timeout=300)
-        check(f"{count}: status", job.returncode == 0, out[-300:] + err[-300:])
-        outputs.append(np.fromfile(output / "model_00000001.bin", "<f4")[256:])
-    start = np.fromfile(TINY, "<f4")[256:]
-    yield "three ranks", outputs[1] - start, outputs[0] - start, 1e-3
+    start, changes = np.fromfile(TINY, "<f4")[256:], []
+    for count, zero in ((1, 0), (3, 0), (2, 1), (3, 1)):
+        output = folder / f"{count} {zero}"
+        jobs.train("cpu", count, folder, output, *jobs.SMALL, "-u", 0, "-x", 1, "-z", zero,
+                   "-n", zero, "--optimizer", "muon", "--dtype", "fp32", status=0)
+        found = np.fromfile(output / "model_00000001.bin", "<f4")[256:]
+        changes.append(found - start)
+        yield f"{count} ranks, -z {zero}", changes[-1], changes[0], 1e-3
+        if zero:
+            states = states_of(output, 1, count)
+            parts = whole_tensors(states, 2, Config.from_file(TINY))
+            whole = np.concatenate([np.ravel(values) for _, values in parts])
+            yield f"{count} ranks, -z {zero}: the state's parameters", whole, found, EXACT
+
+
+def test_zero(device_name, folder):
+    """Two ranks with --zero 1 have the bits of two without, in their parameters and in the merged
+    momentum, second moment and fp32 parameters. They resume to the bit."""
+    needs_mpirun(device_name)
+    jobs.data_files(folder)
+    flags = (*jobs.SMALL, "--dtype", "bf16", "--sums", "bf16", "--optimizer", "muon", "--muon-lr",
+             0.05, "-l", 1e-2, "-u", 0, "--clip", 0, "-x", 3, "-n", 1)
+    c, states, output = Config.from_file(TINY), [], folder / "1"
+    for zero in (0, 1):
+        more = dict(trainer=jobs.wrapped(folder, late=jobs.POISONED)) if zero else {}
+        jobs.train("cpu", 2, folder, folder / f"{zero}", *flags, "-z", zero, **more)
+        states.append(states_of(folder / f"{zero}", 3, 2))
+    check("shares", [states[0][0].shared, states[1][0].shared] == [False, True])
+    for i, what in enumerate(("momentum", "v", "parameter")):
+        for (name, found), (_, wish) in zip(*(whole_tensors(each, i, c) for each in states[::-1])):
+            zeros = i == 1 and name in muon.HIDDEN
+            yield f"{what} {name}", np.ravel(found), np.ravel(wish), EXACT
+            check(f"{what} {name}: zeros", zeros != bool(np.any(found)) or "b" in name)
+    again = without(output, folder / "again", 3)
+    jobs.train("cpu", 2, folder, again, *flags, "-z", 1, "-y", 1)
+    jobs.same("resumed", jobs.bytes_of(again, 2, 3), jobs.bytes_of(output, 2, 3))
+
+
+def share_of_model(architecture, c, device, rank, count):
+    """A rank's model with --zero 1, whose parameters are their places among all, from 0."""
+    ranks = Ranks.__new__(Ranks)
+    ranks.rank, ranks.count = rank, count
+    flags = parse_flags("", FEATURE_FLAGS, ["--optimizer", "muon", "-z", "1"])
+    flags.learning_rate = 1e-3
+    model = attach(flags, Training, architecture, ranks)[1](c, device, 1, 8)
+    whole = model.arenas["gradients"].view(np.float32)
+    device.put(whole, np.arange(whole.size))
+    model.set_tensors((), model.master)  # keeps the share of what is staged there
+    return model
+
+
+@pytest.mark.parametrize("c, architecture", [(dataclasses.replace(CONFIG, L=5), GPT2),
+                                             (LLAMA_CONFIG, Llama3)])
+def test_shares(c, architecture):
+    """With --zero 1 the matrices of all ranks' shares are, each once, those of the model, and a
+    rank's momentum is that of its layers."""
+    table = c.parameter_table()
+    starts = dict(zip((row.name for row in table), np.array(offsets(table)) // 4))
+    wish = []
+    for row in table:
+        pieces = [x.shape for x in pieces_of(row.name, np.empty(row.shape), c)]
+        ends = np.cumsum([0, *map(np.prod, pieces * row.layers)])
+        wish += [(starts[row.name] + at, *shape) for at, shape in zip(ends, pieces * row.layers)]
+    device = stack(device_class("cpu"), [muon.BatchOnCpu])("fp32", c, [muon.SOURCE])
+    for count in (2, 3, 5):
+        found = []
+        for rank in range(count):
+            model = share_of_model(architecture, c, device, rank, count)
+            layers = c.L // count + (c.L % count if rank == 0 else 0)
+            sizes = {row.name: row.nbytes for row in model.tables(c, device, 1, 8)["adam m"]}
+            for row in table:
+                if row.name in muon.HIDDEN:
+                    own = sizes.get(row.name, 0) + sizes.get(f"{row.name}_tail", 0)
+                    check(f"{rank} of {count}: {row.name}", own * c.L == layers * row.nbytes)
+            share = model.arenas["param share"].view(np.float32)
+            for part in itertools.chain(*model.groups(c).values()):
+                size = part.rows * part.columns
+                for j in range(part.count):  # as muon.cu finds it
+                    at = model.place_of(part)[0] + j // part.per * part.stride + j % part.per * size
+                    matrix = share[at : at + size]
+                    check("a matrix", np.array_equal(matrix, matrix[0] + np.arange(size)))
+                    found.append((matrix[0], part.rows, part.columns))
+        check(f"{count} ranks: matrices", sorted(found) == sorted(wish), (found, wish))

@@ -170,7 +170,8 @@ class RunFolder(CheckpointFiles):
         """Make a writer with room for a complete checkpoint."""
         if not self.writer:
             c = model.config
-            table = state_table(c, self.count if self.shared else 0, self.rank)
+            table = state_table(c, self.count if self.shared else 0, self.rank,
+                                model.state_version)
             whole = [] if self.rank else [c.file_table(real)
                                           for _, real in training.weights(model).values()]
             nbytes = sum(row.nbytes for rows in (*3 * [table], *whole) for row in rows)

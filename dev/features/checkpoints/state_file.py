@@ -1,7 +1,7 @@
 """llm.c's state file, such as state_00000500_00000.bin: what a run needs besides the parameters in
 order to resume. It has AdamW's moments, the fp32 parameters, and the position in the data, with the
 state of the shuffle. Each rank has a file of its own. A file of version 2 has another optimizer's
-numbers in the same places: see dev/features/muon.py.
+numbers in the same places, and other shares: see dev/features/muon.py.
 """
 import os
 from types import SimpleNamespace
@@ -9,13 +9,15 @@ from types import SimpleNamespace
 import numpy as np
 
 from dev.common.bf16 import joined
+from dev.features import muon
 from dev.features.file_kinds import checked_header
 from dev.features.ranks.ranks import cut
 from dev.features.replay import bad_place
 from prepro_tinyshakespeare import UserError, make_header
 from train_gpt2 import HEADER_BYTES, FileKind, Row, carve, to_float
 
-STATE = FileKind("state", 20240527, (1, 2), "restore it")
+UNCUT = {1: (), muon.STATE_VERSION: muon.HIDDEN}  # tensors with whole layers, by version
+STATE = FileKind("state", 20240527, tuple(UNCUT), "restore it")
 SEED = 13371337  # llm.c's stochastic rounding starts from it; ours uses --seed and the step
 
 
@@ -31,7 +33,7 @@ def shuffle_record(P, n):
                      ("matrix", "<u4", 2)])
 
 
-def state_table(c, count, rank):
+def state_table(c, count, rank, version):
     """The tensors of a state file, which come three times: m, v, parameters. With count = 0 they
     are whole. Otherwise they are a rank's share, as in llm.c: a tensor's pieces of all layers, and
     at the end of rank 0's file the tails (see dev/features/ranks/zero.py)."""
@@ -39,7 +41,8 @@ def state_table(c, count, rank):
         return c.file_table()
     in_memory = {row.name: row for row in c.parameter_table()}
     # words may be padded in memory alone
-    cuts = [(row.name, *cut(in_memory.get(row.name, row), count)) for row in c.file_table()]
+    cuts = [(row.name, *cut(in_memory.get(row.name, row), count, UNCUT[version]))
+            for row in c.file_table()]
     return [Row(name, (layers * piece,)) for name, layers, piece, _ in cuts] + [
         Row(f"{name}_tail", (layers * tail,))
         for name, layers, _, tail in cuts if tail and not rank]
@@ -77,7 +80,7 @@ def state_parts(model, position, shared=False):
     header[10] = model.step
     header.view("<u8")[[10, 11, 15, 16]] = SEED, SEED, position.place, position.next
     yield header
-    table = state_table(c, count, rank) if shared else None
+    table = state_table(c, count, rank, version) if shared else None
     for kept in (*moments_of(model), model.master):
         for halves in zip(*(of_share(table, views) if shared
                             else c.file_parts(completed(c, views)) for views in kept)):
@@ -105,7 +108,8 @@ class State:
         self.sets = 2 + header[4]  # m, v, and perhaps the parameters
         size, sizes = os.path.getsize(path), []
         for shared in (0, self.count) if self.count > 1 else (0,):
-            self.table, self.shared = state_table(c, shared, self.rank), shared > 0
+            self.table = state_table(c, shared, self.rank, self.version)
+            self.shared = shared > 0
             self.nbytes = sum(row.nbytes for row in self.table)
             self.end = HEADER_BYTES + self.sets * self.nbytes
             self.record = self.read_record() if self.shuffle else None
@@ -160,7 +164,7 @@ def whole_tensors(states, i, c):
         return
     shares = [dict(state.tensors(i)) for state in states]
     for row in c.parameter_table():
-        layers = max(1, row.layers)
+        layers = 1 if row.name in UNCUT[states[0].version] else max(1, row.layers)
         tail = shares[0].get(f"{row.name}_tail", np.zeros(0, np.float32))
         parts = [share[row.name].reshape(layers, -1) for share in shares]
         whole = np.concatenate([*parts, tail.reshape(layers, -1)], axis=1)

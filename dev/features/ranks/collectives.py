@@ -86,20 +86,20 @@ class Nccl:
         self.ranks.reduceScatter(whole.data.ptr, piece.data.ptr, piece.size,
                                  self.types[whole.itemsize], self.add, self.now)
 
-    def sum_at_0(self, array, out):
-        """On rank 0, out = the sum of all ranks' arrays; elsewhere out is None."""
+    def sum_at(self, rank, array, out):
+        """On this rank, out = the sum of all ranks' arrays; elsewhere out is None."""
         to = 0 if out is None else out.data.ptr
         kind = self.types[array.itemsize]
-        self.ranks.reduce(array.data.ptr, to, array.size, kind, self.add, 0, self.now)
+        self.ranks.reduce(array.data.ptr, to, array.size, kind, self.add, rank, self.now)
 
     def gather(self, piece, whole):
         """whole = all ranks' pieces, one after another."""
         self.ranks.allGather(piece.data.ptr, whole.data.ptr, piece.nbytes, self.byte, self.now)
 
-    def from_0(self, array, out):
-        """out = rank 0's array; elsewhere array is None."""
+    def copy_from(self, rank, array, out):
+        """out = this rank's array; elsewhere array is None."""
         source = out if array is None else array
-        self.ranks.broadcast(source.data.ptr, out.data.ptr, out.nbytes, self.byte, 0, self.now)
+        self.ranks.broadcast(source.data.ptr, out.data.ptr, out.nbytes, self.byte, rank, self.now)
 
     def leave(self, status):
         """End the process at once: NCCL would wait for graphs that Python has not freed yet."""
@@ -162,14 +162,14 @@ class Mpi:
         else:
             self.ranks.Reduce_scatter_block(whole, piece)
 
-    def sum_at_0(self, array, out):
+    def sum_at(self, rank, array, out):
         if array.dtype == BF16:
             found = None if out is None else self.room_for(array)
-            self.ranks.Gather(array, found)
+            self.ranks.Gather(array, found, root=rank)
             if out is not None:
                 out[...] = added(found)
         else:
-            self.ranks.Reduce(array, out)
+            self.ranks.Reduce(array, out, root=rank)
 
     def room_for(self, array):
         """Memory for such an array of each rank."""
@@ -178,10 +178,10 @@ class Mpi:
     def gather(self, piece, whole):
         self.ranks.Allgather(piece.view(np.uint8), whole.view(np.uint8))
 
-    def from_0(self, array, out):
+    def copy_from(self, rank, array, out):
         if array is not None:
             out[...] = array
-        self.ranks.Bcast(out.view(np.uint8))
+        self.ranks.Bcast(out.view(np.uint8), root=rank)
 
     def leave(self, status):
         """After an error, end the process at once: MPI would wait for ranks that are gone."""

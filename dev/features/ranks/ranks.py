@@ -15,6 +15,7 @@ carries small messages between ranks, and with --zero 1 zero.py divides AdamW's 
 """
 import hashlib
 import itertools
+import math
 import os
 import sys
 from pathlib import Path
@@ -58,21 +59,26 @@ class Ranks:
 # ---- A step
 
 
-def cut(row, count):
+def cut(row, count, uncut=()):
     """(layers, numbers of a piece, numbers of the tail) of a tensor. Each of its layers is cut into
     one piece per rank. If the ranks do not divide a layer, pieces are multiples of PIECE, and the
-    rest is the tail."""
+    rest is the tail. uncut: names of tensors that are cut between layers only, as if they had one:
+    a piece is several layers."""
+    if row.name in uncut:
+        piece = row.layers // count * math.prod(row.shape)
+        return 1, piece, row.size - count * piece
     layers = max(1, row.layers)
     size = row.size // layers
     piece = size // count if size % count == 0 else size // (count * PIECE) * PIECE
     return layers, piece, size - count * piece
 
 
-def cut_layers(c, views, count):
-    """(row, l, all pieces, tail) of each layer of each tensor, from views of whole tensors."""
+def cut_layers(c, views, count, uncut=()):
+    """(row, l, all pieces, tail) of each layer of each tensor, from views of whole tensors. A layer
+    of a tensor that is uncut is all tail."""
     for row in c.parameter_table():
-        layers, piece, _ = cut(row, count)
-        for l, matrix in enumerate(getattr(views, row.name).reshape(layers, -1)):
+        piece = 0 if row.name in uncut else cut(row, count)[1]
+        for l, matrix in enumerate(getattr(views, row.name).reshape(max(1, row.layers), -1)):
             yield row, l, matrix[: count * piece], matrix[count * piece :]
 
 

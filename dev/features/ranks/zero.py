@@ -13,6 +13,10 @@ A share has a piece of each layer of each tensor, as in llm.c, so all ranks have
 
 Tensors of a share are padded to a multiple of 32 numbers. If the ranks do not divide a layer, its
 pieces are multiples of 8 numbers, and rank 0 has the rest, the tails, as tensors of their own.
+
+An optimizer may need layers of some tensors whole: a model names these tensors as `uncut`. Then
+each rank has as many whole layers as the others, the first rank the first of them, and rank 0 the
+layers that are left. Such a layer is summed at its rank, and sent from there.
 """
 import numpy as np
 
@@ -23,11 +27,11 @@ from train_gpt2 import LOW, Row, carve, kept_as, update_table
 TENSOR = 32  # numbers: 64 bytes in bf16, on which tensors in arenas are aligned
 
 
-def share_of(table, ranks):
-    """The table of this rank's share of the tensors of a table."""
+def share_of(table, ranks, uncut=()):
+    """The table of this rank's share of the tensors of a table. uncut: as in cut."""
     rows = []
     for row in table:
-        layers, piece, tail = cut(row, ranks.count)
+        layers, piece, tail = cut(row, ranks.count, uncut)
         for name, size in ((row.name, layers * piece),
                            (f"{row.name}_tail", 0 if ranks.rank else layers * tail)):
             if size:
@@ -48,14 +52,14 @@ class Sharded:
         gradients, and its parameters as they are sent."""
         tables, ranks = super().tables(c, device, B, T), cls.ranks
         for name in ("adam m", "adam v"):
-            tables[name] = share_of(tables[name], ranks)
+            tables[name] = share_of(tables[name], ranks, cls.uncut)
         own = {row.name: row for row in update_table(tables["adam m"])}
         tables["update"] = [own.get(row.name, row) for row in tables["update"]]
         if "low bits" in tables:
-            tables["low share"] = share_of(tables.pop("low bits"), ranks)
+            tables["low share"] = share_of(tables.pop("low bits"), ranks, cls.uncut)
         norms = Row("norms", (-(-ranks.count // 4) * 4,))  # of shares; global_norm reads fours
-        return tables | {"grad share": share_of(tables["gradients"], ranks),
-                         "param share": share_of(tables["parameters"], ranks),
+        return tables | {"grad share": share_of(tables["gradients"], ranks, cls.uncut),
+                         "param share": share_of(tables["parameters"], ranks, cls.uncut),
                          "share norms": [norms]}
 
     def __init__(self, *args, **keywords):
@@ -69,16 +73,34 @@ class Sharded:
     def share_views(self, arena):
         """Views of an arena that has this rank's share of each parameter."""
         dtype = {"param share": self.device.real, "low share": LOW}.get(arena, np.float32)
-        return carve(self.arenas[arena], share_of(self.config.parameter_table(dtype), self.ranks))
+        return carve(self.arenas[arena], share_of(self.config.parameter_table(dtype), self.ranks,
+                                                  self.uncut))
 
     def cuts(self, whole, share):
         """(row, l, all pieces, own piece, tail, own tail) of each layer of each tensor. Those that
         this rank's share does not have are None."""
-        for row, l, pieces, tail in cut_layers(self.config, whole, self.count):
+        for row, l, pieces, tail in cut_layers(self.config, whole, self.count, self.uncut):
             own, rest = (getattr(share, row.name + end, None) for end in ("", "_tail"))
             piece = len(pieces) // self.count
+            if row.name in self.uncut:
+                rank, of_piece, at = self.place_of_layer(row, l)
+                tensor = own if of_piece else rest
+                own, rest = None, tensor if rank == self.rank else None
+            else:
+                at = l
             yield (row, l, pieces, None if own is None else own[l * piece : (l + 1) * piece],
-                   tail, None if rest is None else rest[l * len(tail) : (l + 1) * len(tail)])
+                   tail, None if rest is None else rest[at * len(tail) : (at + 1) * len(tail)])
+
+    def place_of_layer(self, row, l):
+        """(rank, whether in its piece or its tail, index there) of a layer of an uncut tensor."""
+        each = row.layers // self.count
+        if l < each * self.count:
+            return l // each, True, l % each
+        return 0, False, l - each * self.count
+
+    def keeper(self, row, part):
+        """The rank that keeps the tail of a layer of a tensor; part: as in by_layers."""
+        return self.place_of_layer(row, part)[0] if row.name in self.uncut else 0
 
     # ---- Parameters and moments
 
@@ -109,11 +131,11 @@ class Sharded:
         """Queue the gathering of a layer's parameters; None: the embeddings'."""
         via = self.ranks.via
         with via.fork():
-            for _, pieces, own, tail, rest in self.gathers[part]:
+            for row, pieces, own, tail, rest in self.gathers[part]:
                 if pieces.size:
                     via.gather(own, pieces)
                 if tail.size:
-                    via.from_0(rest, tail)
+                    via.copy_from(self.keeper(row, part), rest, tail)
 
     def train_step(self, *batches, **adamw):
         super().train_step(*batches, **adamw)
@@ -151,11 +173,11 @@ class Sharded:
     def sum_part(self, part):
         """Each rank gets the sums of its own pieces."""
         via = self.ranks.via
-        for _, pieces, own, tail, rest in self.sums[part]:
+        for row, pieces, own, tail, rest in self.sums[part]:
             if pieces.size:
                 via.sum_pieces(pieces, own)
             if tail.size:
-                via.sum_at_0(tail, rest)
+                via.sum_at(self.keeper(row, part), tail, rest)
 
     def update_pass(self):
         """As GPT2.update_pass, for this rank's share."""
