@@ -209,6 +209,8 @@ class Runs:
 
 # ---- The table
 
+FIELDS = {"setting", "loss", "curve", "seconds", "step_ms", "device", "tokens"}  # of a result
+
 
 def describe(values):
     rates = f"{values['learning_rate']:g}"
@@ -234,7 +236,10 @@ def show(results):
 def read(path):
     """The results in a file."""
     try:
-        return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+        rows = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+        if not all(isinstance(row, dict) and FIELDS <= row.keys() for row in rows):
+            raise ValueError(f"a line lacks one of {', '.join(sorted(FIELDS))}")
+        return rows
     except FileNotFoundError:
         return []
     except (OSError, ValueError) as e:

@@ -3,9 +3,11 @@
     python -m dev.tools.draw memory                              # what GPT-2 124M keeps in memory
     python -m dev.tools.draw step                                # a step's time, kernel by kernel
     python -m dev.tools.draw loss --run runs/a --resumed 150     # the loss of a run
+    python -m dev.tools.draw optimizers                          # AdamW's and Muon's losses
 
 memory is drawn from the trainer's own tables, and needs no GPU; step from the table of kernels that
-dev/bench/benchmark.py wrote into dev/RESULTS.md; loss from a main.log.
+dev/bench/benchmark.py wrote into dev/RESULTS.md; loss from a main.log; optimizers from the results
+of dev/bench/optimizers.py.
 """
 import io
 import itertools
@@ -14,6 +16,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from dev.bench import optimizers as runs_of_optimizers
 from dev.bench.step_by_kernel import PRODUCTS, read_table
 from dev.common.config import Config
 from dev.common.flags import parse_flags
@@ -23,10 +26,12 @@ from prepro_tinyshakespeare import UserError, replace_file, run_main
 from train_gpt2 import BF16, HERE
 
 FLAGS = [
-    (None, "picture", ("memory", "step", "loss"), None, "which one to draw"),
+    (None, "picture", ("memory", "step", "loss", "optimizers"), None, "which one to draw"),
     ("-o", "--output", "name", None, "an .svg or a .png (default: dev/images/PICTURE.svg)"),
     (None, "--run", "name", HERE / "dev/images", "the run whose loss is drawn"),
     (None, "--resumed", "count", None, "the step after which it was resumed"),
+    (None, "--results", "name", HERE / "dev/bench/optimizers.jsonl", "what optimizers is drawn "
+     "from"),
 ]
 TEXT, FAINT = "#6e7681", "#8b949e"  # greys with enough contrast on white and on GitHub's dark page
 BLUE, GREEN, AMBER, RED, VIOLET = "#2f6fb5", "#2e8a57", "#b9770e", "#b5503a", "#7a58b0"
@@ -40,8 +45,8 @@ WHAT = {"wte": ["token embeddings"], "fch": ["MLP, before GELU"], "fch_gelu": ["
         "qkv": ["q, k and v"], "logits": ["of all words, then", "their gradient"]}
 
 
-def figure_of(width, height):
-    """(figure, axes) of this many pixels."""
+def figure_of(width, height, panels=1):
+    """(figure, axes) of this many pixels; of several panels in a row, an array of axes."""
     try:
         import matplotlib
         from matplotlib.figure import Figure
@@ -52,8 +57,9 @@ def figure_of(width, height):
         "font.size": 11, "text.color": TEXT, "axes.labelcolor": TEXT, "xtick.color": TEXT,
         "ytick.color": TEXT, "axes.edgecolor": FAINT, "text.parse_math": False})
     figure = Figure(figsize=(width / 100, height / 100), dpi=100)
-    axes = figure.add_subplot()
-    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes = figure.subplots(1, panels, sharey=True)
+    for each in np.ravel(axes):
+        each.spines[["top", "right", "left"]].set_visible(False)
     return figure, axes
 
 
@@ -193,13 +199,68 @@ def loss(flags):
     return figure
 
 
+# ---- The losses of optimizers
+
+
+def runs_by_optimizer(rows):
+    """({optimizer: [rows]} of the runs with the most steps, the lowest last loss first; the rows of
+    shorter runs), without runs that diverged, and of the first row's model."""
+    rows = [row for row in rows if np.isfinite(row["loss"])
+            and row["setting"].get("model") == rows[0]["setting"].get("model")]
+    most = max((row["setting"]["steps"] for row in rows), default=0)
+    found, shorter = {}, []
+    for row in sorted(rows, key=lambda row: row["loss"]):
+        setting = row["setting"]
+        same = found.setdefault(setting["optimizer"], []) if setting["steps"] == most else shorter
+        same.append(row)
+    return found, shorter
+
+
+def optimizers(flags):
+    """Validation losses of all runs of a number of steps, the best of each optimizer thick, against
+    tokens and against seconds without validations. Steps of a run take equally long. Dots are the
+    ends of shorter runs, whose rates fall to 0 earlier."""
+    found, shorter = runs_by_optimizer(runs_of_optimizers.read(Path(flags.results)))
+    if {*found} != {"adamw", "muon"}:
+        raise UserError(f"{flags.results}: expected runs of AdamW and of Muon with as many steps, "
+                        f"found {' and '.join(found) or 'none'}: dev/bench/optimizers.py makes "
+                        "them")
+    figure, panels = figure_of(860, 400, panels=2)
+    for name, shown, colour in (("adamw", "AdamW", AMBER), ("muon", "Muon", BLUE)):
+        for i, row in enumerate(found[name]):
+            steps, losses = np.array(row["curve"]).T
+            of_step = row["tokens"] / 1e6, row["seconds"] / row["setting"]["steps"]
+            label = f"{shown}, {len(found[name])} runs" if i == 0 else None
+            for axes, size in zip(panels, of_step):
+                axes.plot(size * steps, losses, color=colour, alpha=0.25 if i else 1,
+                          linewidth=1 if i else 2.5, label=label, zorder=2 if i else 3)
+                if i == 0:
+                    axes.annotate(f"{losses[-1]:.2f}", (size * steps[-1], losses[-1]), (6, -4),
+                                  textcoords="offset points", weight="bold", color=colour)
+    for i, row in enumerate(shorter):
+        colour = BLUE if row["setting"]["optimizer"] == "muon" else AMBER
+        tokens = row["tokens"] / 1e6 * row["setting"]["steps"]
+        for axes, x in zip(panels, (tokens, row["seconds"])):
+            axes.plot(x, row["loss"], "o", color=colour, markersize=5.5, markeredgecolor="white",
+                      zorder=4, label="ends of shorter runs" if i == 0 else None)
+    for axes, unit in zip(panels, ("million tokens", "seconds of training")):
+        axes.set_xlim(0, 1.15 * axes.dataLim.x1)
+        axes.set_xlabel(unit)
+        axes.grid(axis="y", color=FAINT, alpha=0.25, linewidth=0.8)
+        axes.tick_params(length=0, pad=6)
+    panels[0].legend(frameon=False, fontsize=11.5, labelcolor=TEXT, loc="upper right")
+    headline(panels[0], "validation loss, nats per token")
+    return figure
+
+
 def main(arguments=None):
     flags = parse_flags(__doc__, FLAGS, arguments)
     path = Path(flags.output or HERE / f"dev/images/{flags.picture}.svg")
     if path.suffix not in (".svg", ".png"):
         raise UserError(f"-o {path}: expected a name that ends in .svg or .png")
     out = io.BytesIO()
-    figure = {"memory": memory, "step": step, "loss": loss}[flags.picture](flags)
+    pictures = {"memory": memory, "step": step, "loss": loss, "optimizers": optimizers}
+    figure = pictures[flags.picture](flags)
     figure.savefig(out, format=path.suffix[1:], transparent=True, dpi=200,
                    metadata={"Date": None} if path.suffix == ".svg" else None)
     picture = out.getvalue()
