@@ -110,6 +110,36 @@ def test_sizes(folder):
 
 
 @fast
+def test_muon(folder):
+    """What the recipe with Muon changes in that of 124M, for one GPU and for eight; its minutes
+    follow from the sources that its comment names; flags that are given win."""
+    text = (TOP / "dev/recipes/gpt2_muon.sh").read_text(encoding="utf-8")
+    done = run_recipe(folder, "gpt2_muon.sh")
+    check("without data", done.returncode == 1 and "python -m dev.data.fineweb" in done.stderr,
+          done.stderr)
+    make_data(folder, "10B")
+    alone, own, more = (
+        parse_flags("", FLAGS, run_recipe(folder, name, *given).stdout.splitlines()[2:])
+        for name, given in (("gpt2.sh", ["124M"]), ("gpt2_muon.sh", []),
+                            ("gpt2_muon.sh", ["--gpus", "8", "-x", "7", "-y", "0"])))
+    changed = {flag for flag, value in vars(alone).items() if value != getattr(own, flag)}
+    check("what it changes", changed == {
+        "output", "optimizer", "muon_lr", "learning_rate", "schedule", "warmup", "steps",
+        "checkpoint_every"}, changed)
+    check("flags that are given win", (more.steps, more.gpus, more.resume) == (7, 8, 0), more)
+    check("eight ranks", own.total_batch % (8 * own.batch_size * own.seq_len) == 0)
+    check("a sixth of the steps", round(alone.steps / own.steps) == 6)
+    minutes = [int(found) for found in re.findall(r"# (\d+) minutes", text)]
+    tokens = own.steps * own.total_batch
+    yield "one GPU", minutes[0], 1.01 * tokens / rate_of("124M bf16 B=64") / 60, 0.02
+    ms = sum(map(int, re.findall(r"(\d+) ms", text)))
+    yield "eight GPUs", minutes[1], own.steps * ms / 60e3, 0.02
+    results = (TOP / "dev/RESULTS.md").read_text(encoding="utf-8")
+    of_two_files = re.findall(r"^\| 124M bf16 B=64 \| ([\d.]+) \| - \|", results, re.MULTILINE)
+    check("a rank's", [round(float(x)) for x in of_two_files] == [107], of_two_files)
+
+
+@fast
 def test_nodes(folder):
     """The recipes for two nodes start a launcher's ranks with the flags of 124M."""
     slurm, torchrun = "gpt2_124M_slurm.sh", "gpt2_124M_torchrun.sh"
