@@ -4,7 +4,7 @@
 #
 #     dev/recipes/gpt2_muon.sh                # 46 minutes on one H200
 #     dev/recipes/gpt2_muon.sh --gpus 8       # 6 minutes on eight H100s
-#     dev/recipes/gpt2_muon.sh --dry-run 1    # print how much memory and time it takes, and stop
+#     dev/recipes/gpt2_muon.sh --dry-run      # print how much memory and time it takes, and stop
 #
 # Flags of train_gpt2.py may follow; they override those below. The log and the checkpoints go to
 # log_gpt2_muon/. Run the same command again to resume.
