@@ -8,12 +8,12 @@ keep each run's result.
 
 Settings come in rounds: rates; what these suggest, with schedules and warmups; then the best of
 each optimizer with more seeds, and Muon for fewer steps, in which it may still reach AdamW's final
-loss.
+loss; then the best of each with GPT-2 355M.
 
 A line of the results file is a run: its setting, its validation losses, and its times. Runs that
 are in the file are not made again, so the program can be stopped, and continues where it was;
 --seconds stops it before the first run that would last longer. Runs that follow each other with the
-same optimizer share a device and a model, which saves compiling.
+same optimizer and sizes share a device and a model, which saves compiling.
 
 A schedule ends at a rate of 0, so only the last validation of a run says what its number of steps
 achieves. That is why Muon's runs with fewer steps are runs of their own.
@@ -46,7 +46,11 @@ MORE = {  # settings that the first round suggests: (rate of the hidden matrices
         (1e-3, dict(schedule="wsd")),
         (5e-4, dict(schedule="wsd", warmup=0.3)),
         (1e-3, dict(schedule="wsd", warmup=0.3)),
-        (2e-3, dict(schedule="wsd", warmup=0.3))],
+        (2e-3, dict(schedule="wsd", warmup=0.3)),
+        (1e-3, dict(schedule="wsd", warmup=0.4)),
+        (1e-3, dict(schedule="wsd", warmup=0.5)),
+        (1.5e-3, dict(schedule="wsd", warmup=0.5)),
+        (2e-3, dict(schedule="wsd", warmup=0.5))],
     "muon": [
         (0.04, dict(schedule="wsd")),
         (0.04, dict(learning_rate=1e-3)),
@@ -58,6 +62,7 @@ MORE = {  # settings that the first round suggests: (rate of the hidden matrices
         (0.04, dict(schedule="wsd", learning_rate=8e-3))]}
 SEEDS = 42, 43, 44
 SHARES = {"adamw": (1,), "muon": (1, 0.67, 0.5, 0.33, 0.25)}  # of the steps, in the third round
+LARGE = dict(model="d24", batch_size=16)  # in the fourth round, for 5/6 of the steps
 COMMON = dict(beta1=0.9, clip=1.0, final_fraction=0.0)
 FLAGS = [
     ("-i", "--train-data", "name", None, "token file to train on"),
@@ -107,6 +112,12 @@ def third_round(steps, results):
                     yield values | dict(steps=round(share * steps), seed=seed)
 
 
+def fourth_round(steps, results):
+    earlier = [*first_round(steps), *second_round(steps)]
+    for optimizer in MORE:
+        yield best(optimizer, results, earlier) | LARGE | dict(steps=round(5 / 6 * steps))
+
+
 def best(optimizer, results, among):
     """The setting of an optimizer with the lowest loss, among some settings."""
     keys = {key_of(values) for values in among if values["optimizer"] == optimizer}
@@ -121,7 +132,8 @@ def key_of(values):
 def remaining(steps, results):
     """The settings of the first unfinished round that have no result yet."""
     done = {key_of(row["setting"]) for row in results}
-    for a_round in (first_round(steps), second_round(steps), third_round(steps, results)):
+    for a_round in (first_round(steps), second_round(steps), third_round(steps, results),
+                    fourth_round(steps, results)):
         left = [values for values in a_round if key_of(values) not in done]
         if left:
             return left
@@ -152,15 +164,23 @@ class Quiet:
         return self.curve[-1][1]
 
 
-class Runs:
-    """All runs of an optimizer: one device and one model, which starts anew."""
+def kind_of(values, asked):
+    """(optimizer, model, B) of a setting: runs of one kind share a model."""
+    return (values["optimizer"], values.get("model", asked.model),
+            values.get("batch_size", asked.batch_size))
 
-    def __init__(self, optimizer, asked):
+
+class Runs:
+    """All runs of a kind: one device and one model, which starts anew."""
+
+    def __init__(self, kind, asked):
+        self.kind = kind
+        optimizer, model, batch_size = kind
         table, _ = table_of_flags(TRAINERS, GPT2.Config)
         flags = parse_flags("", table, [], defaults=False)
-        given = dict(device=asked.device, dtype=asked.dtype, model=asked.model,
+        given = dict(device=asked.device, dtype=asked.dtype, model=model,
                      train_data=asked.train_data, val_data=asked.val_data,
-                     batch_size=asked.batch_size, seq_len=asked.seq_len, steps=asked.steps,
+                     batch_size=batch_size, seq_len=asked.seq_len, steps=asked.steps,
                      val_batches=asked.val_batches, sample_every=0, optimizer=optimizer,
                      schedule="linear", val_every=asked.steps, **COMMON)
         vars(flags).update(given)
@@ -220,6 +240,8 @@ def describe(values):
     for name in ("muon_momentum", "beta2", "weight_decay", "warmup"):
         if values[name] != usual[name]:
             rates += f", {name} {values[name]:g}"
+    for name in sorted(values.keys() - usual.keys()):
+        rates += f", {name} {values[name]}"
     return (f"{values['optimizer']} | {rates} | {values['schedule']} | {values['steps']} | "
             f"{values['seed']}")
 
@@ -257,14 +279,14 @@ def main(arguments=None):
     if not (asked.train_data and asked.val_data):
         raise UserError("expected -i and -j, the token files to train and to validate on: python "
                         "-m dev.data.english and dev.data.fineweb make them")
-    runs, longest = SimpleNamespace(optimizer=None), 0.0
+    runs, longest = SimpleNamespace(kind=None), 0.0
     while left := remaining(asked.steps, results):
         values = left[0]
-        if values["optimizer"] != runs.optimizer:
+        kind = kind_of(values, asked)
+        if kind != runs.kind:
             runs = None
             gc.collect()  # frees its memory before the next model asks for its own
-            runs = Runs(values["optimizer"], asked)
-            runs.optimizer = values["optimizer"]
+            runs = Runs(kind, asked)
         if time.perf_counter() - started + 1.2 * longest > asked.seconds:
             print(f"{len(left)} runs of this round are left: start again to continue")
             return None
