@@ -140,7 +140,8 @@ def test_optimizers(folder):
     path, picture = folder / "runs.jsonl", folder / "runs.svg"
     path.write_text(row("adamw", 40, 9, 7, 6, 5.5) + row("adamw", 40, 8, 7, 6, 5.25, seconds=6.0) +
                     row("muon", 40, 7, 6, 5, 4.5) + row("muon", 20, 7, 5.75, seconds=3.0) +
-                    row("muon", 40, 7, float("inf")) + row("muon", 40, 5, 3.5, model="d24"))
+                    row("muon", 40, 7, float("inf")) + row("muon", 40, 5, 3.5, model="d24") +
+                    row("muon", 40, 5, 3, tried="it"))
     figure = optimizers(SimpleNamespace(results=path))
     for axes, size, ends in zip(figure.axes, (0.5, None), (10, 3.0)):
         lines = {tuple(line.get_ydata()): list(line.get_xdata()) for line in axes.lines}

@@ -204,8 +204,9 @@ def loss(flags):
 
 def runs_by_optimizer(rows):
     """({optimizer: [rows]} of the runs with the most steps, the lowest last loss first; the rows of
-    shorter runs), without runs that diverged, and of the first row's model."""
-    rows = [row for row in rows if np.isfinite(row["loss"])
+    shorter runs), without runs that diverged, and those of another model than the first row's or of
+    a branch ("tried")."""
+    rows = [row for row in rows if np.isfinite(row["loss"]) and "tried" not in row["setting"]
             and row["setting"].get("model") == rows[0]["setting"].get("model")]
     most = max((row["setting"]["steps"] for row in rows), default=0)
     found, shorter = {}, []
