@@ -44,8 +44,7 @@ continues from it.
 
 Several ranks divide the matrices of a batch among them, and gather what the others made. With
 --zero 1 each has whole layers of the hidden tensors, and momentum, fp32 parameters and the work for
-these alone. If the ranks do not divide the layers, rank 0 has those that are left too: --zero 1
-suits numbers of ranks that do.
+these alone.
 
 On text that is read once, Muon reached AdamW's best validation loss in half of the steps:
 dev/RESULTS.md has all runs, of dev/bench/optimizers.py.
@@ -191,10 +190,9 @@ def parts_of(c):
 
 def parts_of_share(c, ranks):
     """[Part] of the layers that a rank has with --zero 1."""
-    found, each = [], c.L // ranks.count
-    left = 0 if ranks.rank else c.L - each * ranks.count
+    found, (each, left) = [], divmod(c.L, ranks.count)
     for part in parts_of(c):
-        for name, layers in ((part.name, each), (f"{part.name}_tail", left)):
+        for name, layers in ((part.name, each), (f"{part.name}_tail", int(ranks.rank < left))):
             if layers:
                 found.append(part._replace(name=name, layers=layers))
     return found

@@ -466,8 +466,8 @@ def states_of(folder, step, count):
 def test_ranks(device_name, folder):
     """Three ranks make the same update as one: of two matrices of a shape each orthogonalizes one,
     and the last rank none; of eight, three and two. So do ranks with --zero 1: each of two has a
-    layer, and of three rank 0 has both. The text repeats itself after T tokens, so all batches are
-    the same. (The gradients have few singular values above 0, and rounding errors become
+    layer, and of three the first two have. The text repeats itself after T tokens, so all batches
+    are the same. (The gradients have few singular values above 0, and rounding errors become
     larger.)"""
     needs_ranks(device_name, 3)
     with contextlib.redirect_stdout(None):
@@ -541,7 +541,7 @@ def test_shares(c, architecture):
         found = []
         for rank in range(count):
             model = share_of_model(architecture, c, device, rank, count)
-            layers = c.L // count + (c.L % count if rank == 0 else 0)
+            layers = len(range(rank, c.L, count))
             sizes = {row.name: row.nbytes for row in model.tables(c, device, 1, 8)["adam m"]}
             for row in table:
                 if row.name in muon.HIDDEN:

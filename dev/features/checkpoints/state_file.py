@@ -36,16 +36,17 @@ def shuffle_record(P, n):
 def state_table(c, count, rank, version):
     """The tensors of a state file, which come three times: m, v, parameters. With count = 0 they
     are whole. Otherwise they are a rank's share, as in llm.c: a tensor's pieces of all layers, and
-    at the end of rank 0's file the tails (see dev/features/ranks/zero.py)."""
+    at the end of rank 0's file the tails (see dev/features/ranks/zero.py). version: tells which
+    tensors' layers are whole."""
     if not count:
         return c.file_table()
     in_memory = {row.name: row for row in c.parameter_table()}
     # words may be padded in memory alone
-    cuts = [(row.name, *cut(in_memory.get(row.name, row), count, UNCUT[version]))
+    cuts = [(row.name, *cut(in_memory.get(row.name, row), count, rank, UNCUT[version]))
             for row in c.file_table()]
     return [Row(name, (layers * piece,)) for name, layers, piece, _ in cuts] + [
         Row(f"{name}_tail", (layers * tail,))
-        for name, layers, _, tail in cuts if tail and not rank]
+        for name, layers, _, tail in cuts if tail]
 
 
 def moments_of(model):
@@ -165,9 +166,9 @@ def whole_tensors(states, i, c):
     shares = [dict(state.tensors(i)) for state in states]
     for row in c.parameter_table():
         layers = 1 if row.name in UNCUT[states[0].version] else max(1, row.layers)
-        tail = shares[0].get(f"{row.name}_tail", np.zeros(0, np.float32))
-        parts = [share[row.name].reshape(layers, -1) for share in shares]
-        whole = np.concatenate([*parts, tail.reshape(layers, -1)], axis=1)
+        parts = [share[name].reshape(layers, -1) for name in (row.name, f"{row.name}_tail")
+                 for share in shares if name in share]
+        whole = np.concatenate(parts, axis=1)
         yield row.name, whole.reshape(row.whole_shape)
 
 

@@ -15,7 +15,6 @@ carries small messages between ranks, and with --zero 1 zero.py divides AdamW's 
 """
 import hashlib
 import itertools
-import math
 import os
 import sys
 from pathlib import Path
@@ -59,18 +58,19 @@ class Ranks:
 # ---- A step
 
 
-def cut(row, count, uncut=()):
-    """(layers, numbers of a piece, numbers of the tail) of a tensor. Each of its layers is cut into
-    one piece per rank. If the ranks do not divide a layer, pieces are multiples of PIECE, and the
-    rest is the tail. uncut: names of tensors that are cut between layers only, as if they had one:
-    a piece is several layers."""
+def cut(row, count, rank=0, uncut=()):
+    """(layers, numbers of a piece, numbers of a rank's tail) of a tensor. Each of its layers is cut
+    into one piece per rank. If the ranks do not divide a layer, pieces are multiples of PIECE, and
+    the rest is the tail, of rank 0. uncut: names of tensors that are cut between layers only, as if
+    they had one: a piece is several layers, and of those that are left a rank has one as tail."""
     if row.name in uncut:
-        piece = row.layers // count * math.prod(row.shape)
-        return 1, piece, row.size - count * piece
+        each, left = divmod(row.layers, count)
+        size = row.size // row.layers
+        return 1, each * size, size if rank < left else 0
     layers = max(1, row.layers)
     size = row.size // layers
     piece = size // count if size % count == 0 else size // (count * PIECE) * PIECE
-    return layers, piece, size - count * piece
+    return layers, piece, 0 if rank else size - count * piece
 
 
 def cut_layers(c, views, count, uncut=()):

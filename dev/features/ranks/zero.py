@@ -15,8 +15,8 @@ Tensors of a share are padded to a multiple of 32 numbers. If the ranks do not d
 pieces are multiples of 8 numbers, and rank 0 has the rest, the tails, as tensors of their own.
 
 An optimizer may need layers of some tensors whole: a model names these tensors as `uncut`. Then
-each rank has as many whole layers as the others, the first rank the first of them, and rank 0 the
-layers that are left. Such a layer is summed at its rank, and sent from there.
+each rank has as many whole layers as the others, the first rank the first of them, and the first
+ranks one more of those that are left. Such a layer is summed at its rank, and sent from there.
 """
 import numpy as np
 
@@ -31,9 +31,8 @@ def share_of(table, ranks, uncut=()):
     """The table of this rank's share of the tensors of a table. uncut: as in cut."""
     rows = []
     for row in table:
-        layers, piece, tail = cut(row, ranks.count, uncut)
-        for name, size in ((row.name, layers * piece),
-                           (f"{row.name}_tail", 0 if ranks.rank else layers * tail)):
+        layers, piece, tail = cut(row, ranks.count, ranks.rank, uncut)
+        for name, size in ((row.name, layers * piece), (f"{row.name}_tail", layers * tail)):
             if size:
                 size = -(-size // TENSOR) * TENSOR
                 rows.append(Row(name, (size,), row.dtype, decay=row.decay))
@@ -96,7 +95,7 @@ class Sharded:
         each = row.layers // self.count
         if l < each * self.count:
             return l // each, True, l % each
-        return 0, False, l - each * self.count
+        return l - each * self.count, False, 0
 
     def keeper(self, row, part):
         """The rank that keeps the tail of a layer of a tensor; part: as in by_layers."""
