@@ -59,9 +59,11 @@ MORE = {  # settings that the first round suggests: (rate of the hidden matrices
         (0.04, dict(schedule="wsd", learning_rate=4e-3)),
         (0.03, dict(schedule="wsd", learning_rate=4e-3)),
         (0.06, dict(schedule="wsd", learning_rate=4e-3)),
-        (0.04, dict(schedule="wsd", learning_rate=8e-3))]}
+        (0.04, dict(schedule="wsd", learning_rate=8e-3)),
+        (0.04, dict(schedule="wsd", learning_rate=8e-3, muon_momentum=0.9)),
+        (0.04, dict(schedule="wsd", learning_rate=8e-3, muon_momentum=0.85))]}
 SEEDS = 42, 43, 44
-SHARES = {"adamw": (1,), "muon": (1, 0.67, 0.5, 0.33, 0.25)}  # of the steps, in the third round
+SHARES = {"adamw": (1,), "muon": (1, 0.67, 0.5, 0.45, 0.33)}  # of the steps, in the third round
 LARGE = dict(model="d24", batch_size=16)  # in the fourth round, for 5/6 of the steps
 COMMON = dict(beta1=0.9, clip=1.0, final_fraction=0.0)
 FLAGS = [
