@@ -21,7 +21,7 @@ from dev.data import first_text
 from dev.data.vocabulary import (read_vocabulary, tokenizer_path, vocabulary_of,
                                  write_vocabulary)
 from dev.features import first_run
-from dev.features.order import set_defaults, table_of_flags
+from dev.features.order import check_refused, set_defaults, table_of_flags
 from dev.llama3.train_llama3 import Config3
 from dev.tests.checks import EXACT, TINY, TOP, check, fast
 from dev.tests.trainings import LLAMA, TRAINER, call, check_resumed
@@ -93,6 +93,23 @@ def test_choice(folder):
         check(f"{device}: a Llama", ok, said)
         flags, said = chosen(weights, device=device, kind=Config3)
         check(f"{device}: Llama's weights", flags.model == "llama3.2_1B.bin" and not said, said)
+
+
+@fast
+def test_optimizer(folder):
+    """A small model on a GPU trains with Muon; with AdamW, and its settings, where flags ask for
+    it or for what Muon refuses. Both go with all other defaults."""
+    for given, wish in (((), "muon"), (("optimizer", "muon"), "muon"),
+                        (("steps", 7), "muon"), (("optimizer", "adamw"), "adamw"),
+                        (("moments", "bf16"), "adamw"), (("learning_rate", 0.0), "adamw")):
+        flags, _ = chosen(folder, *given, device="cuda")
+        check(f"{given}: {wish}", flags.optimizer == wish, flags.optimizer)
+        steps = dict(zip(given[::2], given[1::2])).get("steps", 1500 if wish == "adamw" else None)
+        check(f"{given}: steps", flags.steps == (steps or first_run.SCRATCH["cuda"]["steps"]))
+        check_refused(flags)
+        flags, _ = chosen(folder, *given, device="cpu")
+        check(f"{given}: on a CPU", flags.optimizer == dict([given]).get("optimizer", "adamw")
+              if given else flags.optimizer == "adamw", flags.optimizer)
 
 
 # ---- Own sizes
