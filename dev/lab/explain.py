@@ -32,8 +32,9 @@ NOT_HERE = [(re.compile(pattern), sentence) for pattern, sentence in (
      ALONE),
     (r"\b(?:std::cout|int\s+main\s*\()", ALONE),
     (r"\bcooperative_groups(?:\.h)?|\bcg::\w+",
-     CUDA_HAS + "write __syncthreads(), __syncwarp() and __shfl_xor_sync(...), or warp_sum and "
-     "block_reduce"),
+     CUDA_HAS + "for block.sync() write __syncthreads(), for block.thread_rank() threadIdx.x, for "
+     "a tile of 32 its lane, threadIdx.x % 32, and __shfl_xor_sync(FULL_WARP, x, step), and for "
+     "reduce(...) warp_sum or block_reduce"),
     (r"\b(?:nvcuda|wmma)::\w+|\bmma\.h|\bwmma\b",
      CUDA_HAS + "multiply with loops, or with the lab's multiply(...) of tiles.cu"),
     (r"\bcub(?:::\w+|/[\w./]+)",
@@ -313,7 +314,8 @@ def stuck_lines(file, text):
     if nothing := re.search(r"(extern __shared__ (\w+)\[\]) has no bytes.* at line (\d+)", text):
         return [f"{nothing[1]} has no bytes: the lab's launch of this exercise gives a block none",
                 file.quoted(int(nothing[3])),
-                f"write its size there instead, such as __shared__ float {nothing[2]}[256];"]
+                "write its size there instead, such as __shared__ float "
+                f"{nothing[2]}[{file.kernel.threads}];"]
     waits = re.findall(r"threads ([-\d, .]+) wait in (.+?) at line (\d+)( of [^,;]+)?((?:, called "
                        r"at line \d+)*)", text)
     if not waits:
@@ -360,10 +362,26 @@ def cast_lines(file, dtype):
 
 
 def plane_lines(file):
-    """The lines on a block that is meant to have two dimensions."""
-    places = file.quoted_with(r"\bthreadIdx\.[yz]\b")
-    return places and ["blocks are one-dimensional here, so threadIdx.y is always 0. Write "
-                       "x = threadIdx.x % 32 and y = threadIdx.x / 32:", places[0]]
+    """The lines on a block, or a grid, that is meant to have two dimensions."""
+    tiles = file.exercise.plane and len(file.kernel.covers) == 2
+    places = file.quoted_with(rf"\b(?:threadIdx{'' if tiles else '|blockIdx'})\.[yz]\b")
+    if not places:
+        return []
+    if file.exercise.plane:
+        return ["blocks are one-dimensional here, so threadIdx.y is always 0. Give BLOCK all "
+                "threads of a tile, as in BLOCK(1024, 32, 32), and write x = threadIdx.x % 32 and "
+                "y = threadIdx.x / 32:", places[0]]
+    return ["blocks and the grid are one-dimensional here, so threadIdx.y and blockIdx.y are "
+            "always 0. An item has one number, i = blockIdx.x * blockDim.x + threadIdx.x: in rows "
+            "of C numbers its row is i / C, and its column i % C:", places[0]]
+
+
+def with_plane(file, lines):
+    """The lines on a failure, with plane_lines in place of what is guessed of its cause."""
+    plane = plane_lines(file)
+    if not plane or lines[0].endswith(":") or "has no bytes" in lines[0]:
+        return [*lines[:-1], *plane, *lines[-1:]]
+    return [lines[0], *plane, *(line for line in lines[1:] if not line.startswith("usually: "))]
 
 
 def own_names(file, lines):
@@ -471,11 +489,17 @@ def complaint_lines(file, events, status, stderr, sanitize):
     if refusal:  # no compiler, or no folder for what it makes
         raise UserError(refusal[0])
     own = [event for event in events if event.get("file") == str(file.path)]
+    lines = failure_lines(file, own, status, stderr, sanitize)
+    return with_plane(file, lines) if lines else lines
+
+
+def failure_lines(file, own, status, stderr, sanitize):
+    """The same of a file that compiles, from the events that name it."""
     begun = [event for event in own if event["event"] == "begins"]
     at = [f"at the sizes {begun[-1]['sizes']}, in {begun[-1]['dtype']}" if begun else ""]
     told = [event for event in own if event["event"] == "complaint"]
     if begun and (told or status):
-        at = [*cast_lines(file, begun[-1]["dtype"]), *plane_lines(file), *at]
+        at = [*cast_lines(file, begun[-1]["dtype"]), *at]
     if told:
         kind, text = told[0]["kind"], told[0].get("text", "")
         if kind == "stuck":

@@ -120,10 +120,19 @@ class Submission:
             return kernels[self.run]
         match = re.search(DECLARATION % self.run, self.code, re.S)
         block = " ".join(match[1].split())
-        hint = "without parentheses" if block.count("(") > 1 else "where the first is a number"
+        hint, example = "where the first is a number", "BLOCK(256, threads)"
+        plane = r"BLOCK\( *(?:dim3 *\( *(\d+) *, *(\d+) *\)|(\d+) *\* *(\d+)) *,"
+        if sizes := re.match(plane, block):
+            one, other = map(int, filter(None, sizes.groups()))
+            example = f"BLOCK({one * other}, {block[sizes.end() :].strip()}"
+        elif block.count("(") > 1:
+            hint = "without parentheses"
+        if "dim3" in block or re.search(r"\bthreadIdx\.[yz]\b", self.code):
+            example += ("; blocks are one-dimensional here, so write threadIdx.x % 32 and "
+                        "threadIdx.x / 32 for the x and y of a tile of 32 columns")
         line = self.code[: match.start()].count("\n") + 1
         raise UserError(f"{self.path.name}, line {line}: {block}: expected BLOCK(threads, items), "
-                        f"{hint}, such as BLOCK(256, threads)")
+                        f"{hint}, such as {example}")
 
     @functools.cached_property
     def version(self):

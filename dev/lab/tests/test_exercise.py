@@ -150,6 +150,9 @@ class Mistake:
         self.body = body.replace(*change) if change else body
 
 
+# The same, with a block of 32 x 32 threads in mind.
+PLANE_Y = PLANE.replace("threadIdx.x / 32", "threadIdx.y")
+PLANE_Y = PLANE_Y.replace("threadIdx.x % 32", "threadIdx.x")
 ROW, WARP = "BLOCK(64, 1)", "BLOCK(256, threads / 32)"
 RUNS = (  # that the comparison with NumPy finds
     Mistake("empty body", "residual_forward", "\n", "out.0,0. was never written, expected "
@@ -258,6 +261,16 @@ RUNS = (  # that the comparison with NumPy finds
     Mistake("outside of out", "residual_forward", RESIDUAL,
             "writes out.2592., .* out.2591. .27 rows of 96 ",
             "if (i < (size_t)N * C)", "if (i >= (size_t)N * C) from_float(out[i], 0.0f); else"),
+    Mistake("blocks of two dimensions", "matmul_forward", PLANE_Y, "^wrong: out.1,0. was never "
+            "written, expected [-0-9.]+ blocks are one-dimensional .*as in BLOCK.1024, 32, 32.*"
+            r"line \d+: int oc = (?!.*usually)", block="BLOCK(1024, 32, 32)"),
+    Mistake("rows by blockIdx.y", "residual_forward", """
+    int row = blockIdx.y * blockDim.y + threadIdx.y, c = blockIdx.x * blockDim.x + threadIdx.x;
+    size_t i = (size_t)row * C + c;
+    if (row < N && c < C) from_float(out[i], to_float(inp1[i]) + to_float(inp2[i]));
+""", r"^wrong: out.1,0. was never .* the grid are one-dimensional .* i / C.*line \d+: int row"),
+    Mistake("threadIdx.y is 0", "residual_forward", RESIDUAL, None, "+ threadIdx.x;",
+            "+ threadIdx.x + threadIdx.y;"),
     Mistake("input changed", "residual_forward", RESIDUAL, "changed inp1", "if (i <",
             "if (i == 7) const_cast<real*>(inp1)[i] = real(); if (i <"),
 )
@@ -438,6 +451,9 @@ def test_files(folder):
                  r"line 4: BLOCK\(B, threads\): expected BLOCK.* number"),
                 ("BLOCK(64, (threads / 32))",
                  r"line 4: .*\): expected BLOCK.* without parentheses"),
+                ("BLOCK(16 * 16, 16, 16)", r"a number, such as BLOCK\(256, 16, 16\)"),
+                ("BLOCK(dim3(16, 8), threads)",
+                 r"a number, such as BLOCK\(128, threads\); blocks are one-dimensional"),
                 ("BLOCK(32, thread)", "BLOCK over my_softmax_forward: .*'thread'"),
                 ("BLOCK(32, 0 * threads)", "BLOCK over my_softmax_forward: .*nothing")))):
         (folder / "other.cu").write_text(text)
