@@ -243,7 +243,7 @@ def exercise(flags, device):
 def check_file(file, device, recorded):
     """--exercise FILE: says what is wrong with a Submission, or what it reached. recorded: the name
     on the leaderboard, or None. Returns the exit status. Raises UserError."""
-    from dev.lab import explain, grade, on_gpus, progress
+    from dev.lab import explain, grade, on_gpus, predict, progress
     if recorded is not None:
         progress.known_name(recorded)
         if device == "cpu":
@@ -259,6 +259,7 @@ def check_file(file, device, recorded):
     times = None
     counts = progress.counted(file)
     say(counts["report"])
+    say(predict.lines_of(file, counts.get("moves"), judged.gpu))
     if device == "cpu":
         say(["It is not timed on a CPU."])
     else:

@@ -42,7 +42,7 @@ from dev.lab.bench import GUARD, Bench
 from dev.lab.causes import describe_wrong, facts_of, wrong_number
 from dev.lab.exercises import EXERCISES, checks_of, version_of
 from dev.lab.explain import LOOP, complaint_lines, functions_of, printed_lines, warning_lines
-from dev.lab.ladder import LAB, larger, parse_sizes
+from dev.lab.ladder import LAB, larger, names_of, parse_sizes
 from dev.lab.submission import MODEL, Submission
 from dev.lab.workers import sources_of
 from prepro_tinyshakespeare import UserError
@@ -606,9 +606,8 @@ def too_much_heap(device, file):
     device.library.heap_most.restype = ctypes.c_size_t
     if device.races or not (most := device.library.heap_most()):
         return None
-    sizes = parse_sizes(file.ladder.shape)
-    names = {"N": sizes.get("B", 1) * sizes.get("T", 1), **sizes, "HS": 64, "NKV": 1}
-    items = eval(file.version.items.split(",")[0], {}, names)
+    names = names_of(parse_sizes(file.ladder.shape))
+    items = eval(file.version.items.split(",")[0], {}, vars(names))
     blocks = -(-items // int(file.kernel.covers[0](file.kernel.threads, device.W)))
     threads = min(blocks * file.kernel.threads, IN_FLIGHT)
     if threads * most <= HEAP:

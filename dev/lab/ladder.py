@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -159,6 +160,16 @@ def parse_sizes(text):
             raise UserError(f"{text}: {part!r} is no size; expected one such as T=1024")
         sizes[name] = int(value)
     return sizes
+
+
+def names_of(sizes):
+    """{name: number} with the names that problems derive from their sizes, in fp32, as attributes:
+    for the expressions in a Version, and flops."""
+    rows = sizes.get("B", 1) * sizes.get("T", 1)
+    heads = sizes.get("NH", 1) + sizes.get("NKV", 0)
+    derived = dict(N=rows, OC=4 * sizes.get("C", 0), n=rows * sizes.get("C", 0), HS=64, NKV=1,
+                   heads=heads, W=4, itemsize=4)
+    return SimpleNamespace(**{**derived, **sizes})
 
 
 def asked_sizes(text, ladder):

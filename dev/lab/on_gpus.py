@@ -44,23 +44,27 @@ CAUSES = (
 )
 
 
+def without_kernels(text, but=""):
+    """CUDA text with all kernels as plain functions, but for the one of this name."""
+    def plain(found):
+        return found[0] if found[1] == but else f"__device__ inline void {found[1]}"
+
+    kernel = r'extern "C" __global__ void\s+(?:__launch_bounds__\([^()]*\)\s*)?(\w+)'
+    return re.sub(kernel, plain, text).replace("__grid_constant__", "")
+
+
 def program(file):
     """CUDA text with the student's kernel as the only one: of kernels.cu and the lab's tiles only
     functions are left, so that it compiles in a fraction of a second."""
-    def without_kernels(text):
-        text = re.sub(r'extern "C" __global__ void\s+(?:__launch_bounds__\([^()]*\)\s*)?',
-                      "__device__ inline void ", text)
-        return text.replace("__grid_constant__", "")
-
     texts = {each: without_kernels(each.read_text("utf-8"))
              for each in (*MODEL.SOURCES, LAB / "tiles.cu")}
     texts[file.path] = for_gpu(file.text)
     return "".join(f'#line 1 "{each}"\n{text}\n' for each, text in texts.items())
 
 
-def switches(gpu, dtype):
+def switches(gpu, dtype, config=MODEL):
     hopper = ["-DHOPPER"] * (gpu == "sm_90a" and dtype == "bf16")
-    return [*Cuda.OPTIONS, f"-D{dtype.upper()}", *hopper, *MODEL.switches(), *include_flags()]
+    return [*Cuda.OPTIONS, f"-D{dtype.upper()}", *hopper, *config.switches(), *include_flags()]
 
 
 def judge(file, dtypes):

@@ -278,14 +278,17 @@ def of_time(times):
 
 
 def count(file):
-    """{"report": lines, "rows": [those of the student's file, those of the lab's best version],
-    "number": the version's}. Without "rows" they cannot be counted. Raises UserError."""
+    """{"report": lines, "moves": the numbers of predict.Moves, "rows": [those of the student's
+    file, those of the lab's best version], "number": the version's}. Without "rows" they cannot be
+    counted. Raises UserError."""
+    from dev.lab.predict import moves_of
     from dev.lab.traffic import figures_of, figures_of_version, report, sizes_of, traffic_of
-    ladder, found = file.ladder, dict(report=report(file))
+    ladder, mine = file.ladder, traffic_of(file)
+    found = dict(report=report(file, mine=mine), moves=moves_of(mine, ladder, sizes_of(ladder)))
     for number in range(len(ladder.versions), 0, -1):
         best = figures_of_version(ladder.name, number, sizes_of(ladder), "fp32")
         if best:
-            return found | dict(rows=[figures_of(traffic_of(file)), best], number=number)
+            return found | dict(rows=[figures_of(mine), best], number=number)
     return found
 
 
