@@ -11,6 +11,7 @@ timed.
     python -m dev.lab --exercise                 # lists the exercises, and what you solved
     python -m dev.lab --exercise gelu_forward --hint      # prints the next hint
     python -m dev.lab --exercise gelu_forward --solution  # shows how your file differs from one
+    python -m dev.lab --exercise repair:row_sum  # writes a kernel with a bug, to find and mend
     python -m dev.lab --exercise my_gelu_forward.cu --record Ada  # enters its time on this GPU
 
 The versions of a kernel are in kernels/NAME.cu, which is compiled after kernels.cu. NAME.py beside
@@ -223,6 +224,8 @@ def exercise(flags, device):
     from dev.lab.exercises import command
     from dev.lab.submission import Submission, write_template
     what = flags.exercise
+    if what == "repair" or what.startswith("repair:"):
+        return repairs(flags)
     if not what:
         print("\n".join(progress.listed()))
         return 0
@@ -240,20 +243,48 @@ def exercise(flags, device):
     return 0
 
 
+def repairs(flags):
+    """--exercise repair:NAME: writes the file of a repair, or gives its hint or solution; without a
+    name lists them. Returns the exit status. Raises UserError."""
+    from dev.lab import repair
+    from dev.lab.exercises import command
+    if flags.exercise == "repair":
+        print("\n".join(repair.listed()))
+        return 0
+    one = repair.known(flags.exercise)
+    if flags.hint:
+        print(one.hint)
+    elif flags.solution is not None:
+        print("\n".join(repair.solution(one)))
+    else:
+        path = repair.write_file(one)
+        print(f"wrote {path}, which has a bug. Name its line there, mend it, and check it: "
+              f"{command(path)}")
+    return 0
+
+
 def check_file(file, device, recorded):
     """--exercise FILE: says what is wrong with a Submission, or what it reached. recorded: the name
     on the leaderboard, or None. Returns the exit status. Raises UserError."""
-    from dev.lab import explain, grade, on_gpus, predict, progress
+    from dev.lab import explain, grade, on_gpus, predict, progress, repair
     if recorded is not None:
         progress.known_name(recorded)
+        if repair.of(file):
+            raise UserError(f"--record: {file} is a repair, which the lab has written itself; "
+                            "expected a kernel of your own")
         if device == "cpu":
             raise UserError("--record enters a time on a GPU, and there is none here")
     print(f"{file}: compiled for the CPU, and compared with NumPy ...", flush=True)
     judged = grade.grade_file(file, lambda line: say([line]))
     say([f"it printed: {line}" for line in [*dict.fromkeys(judged.printed)][:10]])
     if judged.lines:
-        say(judged.lines)
+        say([*judged.lines, *repair.verdict(file, False)[0]])
         return 1
+    if repair.of(file):
+        say(grade.looked_for(judged))
+        lines, done = repair.verdict(file, True)
+        say([*lines, *([progress.mended(file.exercise.kernel)] if done else [])])
+        return 0 if done else 1
     say(grade.looked_for(judged))
     say(explain.warning_lines(file, judged.warnings))
     times = None

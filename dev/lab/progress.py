@@ -44,8 +44,8 @@ def reached(row):
 def read():
     """(the state, a line if the file could not be read, or ""). The state is {"solved": {exercise:
     {"dtypes", "sectors": a load, "times": {card: [microseconds, slower, faster version]}}},
-    "hints": {exercise: how many were shown}}."""
-    nothing = dict(solved={}, hints={})
+    "hints": {exercise: how many were shown}, "mended": [exercises whose repair is done]}."""
+    nothing = dict(solved={}, hints={}, mended=[])
     try:
         found = json.loads(FILE.read_text(encoding="utf-8"))
         if found["version"] != VERSION:
@@ -54,7 +54,8 @@ def read():
         for row in found["solved"].values():
             reached(row)
         hints = {name: int(count) for name, count in found["hints"].items()}
-        return dict(solved=found["solved"], hints=hints), ""
+        mended = [str(name) for name in found.get("mended", ())]
+        return dict(solved=found["solved"], hints=hints, mended=mended), ""
     except FileNotFoundError:
         return nothing, ""
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
@@ -86,6 +87,13 @@ def note(name, dtypes, sectors=None, time=None):
     return [what_next(state["solved"]), write(state)]
 
 
+def mended(name):
+    """Mark the repair of an exercise as done. Returns a line on any trouble, or ""."""
+    state, _ = read()
+    state["mended"] = sorted({*state["mended"], name})
+    return write(state)
+
+
 def what_next(solved):
     """A line that names the first unsolved exercise after the last solved one, or else before it.
     """
@@ -104,7 +112,8 @@ def listed():
         lines.append(f"{mark} {i:2}  {name:30} {EXERCISES[name].teaches}")
         lines += [f"{'':6}{reached(solved[name])}"] if name in solved else []
     return [*lines, "", *["* You have solved it."] * bool(solved), what_next(solved),
-            f"{command('NAME')} writes a file to fill in, and --exercise FILE checks it."]
+            f"{command('NAME')} writes a file to fill in, and --exercise FILE checks it.",
+            f"{command('repair')} lists kernels with a bug, to find and mend."]
 
 
 def hint(name):

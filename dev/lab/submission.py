@@ -350,7 +350,11 @@ def template(name):
 
 def write_template(name, folder="."):
     """Writes my_<name>.cu into a folder and returns its path. Raises UserError."""
-    path, text = Path(folder) / f"{PREFIX}{name}.cu", template(name)
+    return write_new(Path(folder) / f"{PREFIX}{name}.cu", template(name))
+
+
+def write_new(path, text):
+    """Writes a file that is not there yet, and returns its path. Raises UserError."""
     try:
         with open(path, "x", encoding="utf-8") as file:
             file.write(text)
