@@ -10,6 +10,7 @@ using Address = size_t;
 struct Access {
     const char* pc;
     unsigned time, block;
+    unsigned before;  // the bits that were there when it began: what a read has read; for up to 4 bytes
     unsigned short thread;
     bool there : 1, writes : 1, atomic : 1;
     bool exchanges : 1;  // atomic, and it also reads

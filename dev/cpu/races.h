@@ -130,11 +130,17 @@ static unsigned short calls_deep[1024], deepest;  // of each thread the calls th
 static struct { Address place; size_t bytes; char value[16]; Access first, second; } pending;
 static const char* alike_pc = nullptr;  // where all lanes of a warp wrote the same
 
+static unsigned after;       // the bits that the second access of the race has left there, if it writes
+static bool after_is_known;
+
 QUIET inline void settle() {
-    if (!pending.place) return;
-    if (!memcmp(pending.value, reinterpret_cast<const void*>(pending.place), pending.bytes)) alike_pc = pending.first.pc;
-    else if (!place) first = pending.first, second = pending.second, place = pending.place;
-    pending.place = 0;
+    if (pending.place) {
+        if (!memcmp(pending.value, reinterpret_cast<const void*>(pending.place), pending.bytes)) alike_pc = pending.first.pc;
+        else if (!place) first = pending.first, second = pending.second, place = pending.place;
+        pending.place = 0;
+    }
+    if (place && !after_is_known && second.bytes <= sizeof after)
+        after_is_known = true, memcpy(&after, reinterpret_cast<const void*>(place), second.bytes);
 }
 
 QUIET inline bool access(Address p, size_t bytes, const Access& x) {
@@ -167,7 +173,9 @@ QUIET inline void touch(const volatile void* p, size_t bytes, bool writes, const
     if (!running || busy || place || !region_of(Address(p))) return;
     if (!counted(region_of(Address(p)), bytes, !writes, writes)) return;
     const Busy here;
-    access(Address(p), bytes, access_of(pc, bytes, writes, false));
+    Access x = access_of(pc, bytes, writes, false);
+    if (bytes <= sizeof x.before) memcpy(&x.before, const_cast<const void*>(p), bytes);
+    access(Address(p), bytes, x);
 }
 
 // A thread fences: what it and the threads that it has waited for did before is handed on by later atomics.
@@ -474,7 +482,7 @@ extern "C" __attribute__((visibility("default"))) void races_watch(int n, const 
     dl_iterate_phdr(find_library, nullptr);
     for (region_count = 0; region_count < n; region_count++)
         regions[region_count] = new Region(begins[region_count], bytes[region_count]);
-    now = 1, place = pending.place = 0, first.there = second.there = false;
+    now = 1, place = pending.place = after = 0, after_is_known = false, first.there = second.there = false;
     clocks[BLOCK_WIDE].clear(), clocks[GPU_WIDE].clear(), published.clear(), early.clear(), told.clear();
 }
 
@@ -486,13 +494,13 @@ extern "C" __attribute__((visibility("default"))) const char* races_found() {
         const unsigned b = x.block;
         char text[300];
         snprintf(text, sizeof text, "\"%s\": {\"block\": [%u, %u, %u], \"thread\": %u, \"writes\": %d, \"atomic\": %d, "
-                 "\"copies\": %d, \"under_way\": %d, \"constant\": %d, \"unfenced\": %d, \"bytes\": %d, \"pc\": %zu}, ", name, b % gridDim.x,
+                 "\"copies\": %d, \"under_way\": %d, \"constant\": %d, \"unfenced\": %d, \"bytes\": %d, \"before\": %u, \"pc\": %zu}, ", name, b % gridDim.x,
                  b / gridDim.x % gridDim.y, b / gridDim.x / gridDim.y, unsigned(x.thread), x.writes, x.atomic,
-                 x.copies, x.under_way, x.constant, x.unfenced, x.bytes, Address(x.pc) - base);
+                 x.copies, x.under_way, x.constant, x.unfenced, x.bytes, x.before, Address(x.pc) - base);
         return std::string(text);
     };
     const Region& region = *region_of(place);
-    report = "{" + said("first", first) + said("second", second) + "\"address\": " + std::to_string(place) +
+    report = "{" + said("first", first) + said("second", second) + "\"address\": " + std::to_string(place) + ", \"after\": " + std::to_string(after) +
              ", \"shuffled\": " + std::to_string(first.time <= shuffled[first.thread / 32]) + ", \"in_library\": " + std::to_string(&region == variables ? place - base : 0);
     if (region.shared) report += ", \"name\": \"" + region.name + "\", \"at\": " +
         std::to_string(place - region.begin) + ", \"item\": " + region.item + ", \"shape\": [" + region.shape + "]";

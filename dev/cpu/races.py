@@ -58,11 +58,13 @@ class Access(NamedTuple):
 
 
 class Race(UserError):
-    """A race: `what`, such as "part[3]", two Accesses, and `why` nothing orders them, a
-    sentence."""
+    """A race: `what`, such as "part[3]", two Accesses, `why` nothing orders them, a sentence, and
+    `bits`: (those that were there before the first, before the second and behind it; how many bytes
+    of them; the NumPy dtype of the array, or None for shared memory), or None."""
 
-    def __init__(self, kernel, what, first, second, shared, under_way, shuffled=False):
+    def __init__(self, kernel, what, first, second, shared, under_way, shuffled=False, bits=None):
         self.what, self.first, self.second = what, first, second
+        self.bits = bits
         self.why = reason(first, second, shared, under_way, shuffled)
         super().__init__(f"kernels.cu: {kernel} has a race on {what}: {first.told()} and "
                          f"{second.told()}. {self.why}")
@@ -157,7 +159,19 @@ def check(library, path, kernel, arrays):
                             bool(side["unfenced"]), where)
                      for side, where in zip(sides, places))
     raise Race(kernel, name_of(found, path, arrays), first, second, "name" in found,
-               bool(sides[0]["under_way"]), bool(found["shuffled"]))
+               bool(sides[0]["under_way"]), bool(found["shuffled"]), bits_of(found, arrays))
+
+
+def bits_of(found, arrays):
+    """The bits of a Race, or None where the two accesses differ in size or have more than four
+    bytes."""
+    sizes = {found[side]["bytes"] for side in ("first", "second")}
+    types = [array.dtype.name for _, array in arrays
+             if bounds(array)[0] <= found["address"] < bounds(array)[1]]
+    if len(sizes) > 1 or max(sizes) > 4:
+        return None
+    return ((found["first"]["before"], found["second"]["before"], found["after"]), *sizes,
+            *(types[:1] or [None]))
 
 
 def verb(side):

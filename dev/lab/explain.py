@@ -7,6 +7,8 @@ import re
 import signal
 from pathlib import Path
 
+import numpy as np
+
 from dev.common.gpus import STATIC
 from dev.common.student_text import with_unset
 from dev.cpu.emulated import HEADER, KERNELS
@@ -14,6 +16,7 @@ from dev.lab.bench import GUARD
 from dev.lab.exercises import version_of
 from dev.lab.submission import signature
 from prepro_tinyshakespeare import UserError
+from train_gpt2 import to_float
 
 # ---- Words that the compiler does not know: CUDA's that the CPU here has not, those of host
 # programs, and those that nobody has
@@ -397,18 +400,50 @@ def own_names(file, lines):
     return lines
 
 
-def may_happen(found):
-    """[A sentence on what a GPU may do with a race of two plain accesses]."""
+def may_happen(found, file):
+    """Lines on what a GPU may do with a race of two plain accesses: the order of this run and the
+    other one, with the values if they are known."""
     sides = [re.fullmatch(r"(thread \d+ of block \S+(?: \S+ \S+)?) (writes|reads) it", text)
              for text, _ in found["sides"]]
     if not all(sides):
         return []
-    (first, how), (second, _) = (side.groups() for side in sides)
-    if sides[0][2] == sides[1][2]:
-        return [f"So {first} may be the last to write, or {second}, and its number stays"]
-    writer, reader = (first, second) if how == "writes" else (second, first)
-    return [f"So {reader} may read before {writer} has written, and get what was there before; or "
-            "after it, and get the new number"]
+    (first, how), (second, then) = (side.groups() for side in sides)
+    before, between, after = values_of(found, file)
+    if before is None:
+        if how == then:
+            return [f"So {first} may be the last to write, or {second}, and its number stays"]
+        writer, reader = (first, second) if how == "writes" else (second, first)
+        return [f"So {reader} may read before {writer} has written, and get what was there before; "
+                "or after it, and get the new number"]
+    here = f"in this order: {first} {how} {between}, then {second} {then} "
+    if how == then:
+        return [f"{here}{after}, which stays",
+                f"or in the other: {second} writes {after}, then {first} writes {between}, which "
+                "stays"]
+    if how == "writes":
+        return [f"{here}{between}", f"or in the other: {second} reads {before}, then {first} "
+                f"writes {between}"]
+    return [f"{here}{after}", f"or in the other: {second} writes {after}, then {first} reads "
+            f"{after}"]
+
+
+def values_of(found, file):
+    """In words the numbers at the place of a race: before both accesses, between them, and behind
+    them; (None, None, None) if their type is not known, or atomics may have changed them."""
+    name = re.escape(found["what"].split("[")[0])
+    if not found.get("bits") or re.search(rf"\batomic\w+\s*\([^;]*\b{name}\b", file.code):
+        return None, None, None
+    bits, size, kind = found["bits"]
+    if kind is None:  # shared memory, of which the file says the type
+        declared = re.search(r"(?:__shared__\s+(?:volatile\s+)?|DYNAMIC_SHARED\(\s*)"
+                             rf"(float|real|int|unsigned)\b[^;]*\b{name}\b", file.code)
+        kind = declared and dict(real="float32" if size == 4 else "uint16", float="float32",
+                                 int="int32", unsigned="uint32")[declared[1]]
+    if kind is None or np.dtype(kind).itemsize != size:
+        return None, None, None
+    numbers = to_float(np.array(bits, np.uint32).astype(f"u{size}").view(kind))
+    return ["what nobody has set" if one == 2 ** (8 * size) - 1 and kind != "int32" else
+            f"{number:.6g}" for one, number in zip(bits, numbers)]
 
 
 def race_lines(file, found):
@@ -422,7 +457,7 @@ def race_lines(file, found):
     if "blockIdx" not in file.code and file.exercise.items != "1":
         return [*lines,
                 "The index leaves out blockIdx.x, so every block does the work of the first."]
-    return [*lines, found["why"], *may_happen(found)]
+    return [*lines, found["why"], *may_happen(found, file)]
 
 
 def without_value(file):

@@ -11,7 +11,8 @@ import numpy as np
 from dev.cpu import races
 from dev.cpu.emulated import Emulated
 from dev.cpu.host import compiler_of
-from dev.lab.explain import compiler_lines, printed_lines, unbalanced, warning_lines
+from dev.lab.explain import (compiler_lines, may_happen, printed_lines, unbalanced,
+                             warning_lines)
 from dev.lab.submission import Submission
 from dev.lab.tests.student import said
 from dev.tests.checks import check, refusal
@@ -163,11 +164,89 @@ RACES = (  # what a kernel of two warps does; the place that must be named, or "
 )
 
 
+NAN = float("nan")
+VALUES = (  # what two threads do; the numbers before the first, before the second and behind it
+    ("a write, then a read", "if (t == 0) out[0] = in[3]; if (t == 1) out[9] = out[0];",
+     (100, 4, 4)),
+    ("a read, then a write", "if (t == 0) out[9] = out[1]; if (t == 1) out[1] = in[4];",
+     (101, 101, 5)),
+    ("two writes", "if (t == 0) out[0] = in[5]; if (t == 40) out[0] = in[6];", (100, 6, 7)),
+    ("a third write", "if (t == 0) out[0] = in[5];\n"
+     "    if (t == 40) out[0] = in[6], out[0] = in[9];", (100, 6, 7)),
+    ("two writes of a line", "if (t < 2) out[0] = in[7 + t];", (100, 8, 9)),
+    ("shared memory", "__shared__ float part[9]; if (t == 0) part[0] = in[2];\n"
+     "    if (t == 40) out[9] = part[0];", (NAN, 3, 3)),
+    ("eight bytes", "if (t == 0) *(double*)out = 1; if (t == 1) out[9] = *(double*)out;", None),
+    ("four bytes and two", "if (t == 0) out[0] = 1; if (t == 1) out[9] = *(short*)out;", None),
+)
+
+
+def race_of(device, name, *args):
+    try:
+        device.launch(name, 64, *args)
+    except races.Race as e:
+        return e
+    return None
+
+
+def check_values(device):
+    """A race has the numbers that its accesses have found and left."""
+    device.set_order("forward")
+    for k, (name, _, wish) in enumerate(VALUES):
+        found = race_of(device, f"values{k}", 100 + np.arange(64, dtype=np.float32),
+                        1 + np.arange(64, dtype=np.float32), np.zeros(4, np.int32))
+        bits = found and found.bits
+        ok = found and (bits is None if wish is None else bits[1:] == (
+            4, None if "shared" in name else "float32") and np.array_equal(
+                np.array(bits[0], np.uint32).view(np.float32), wish, equal_nan=True))
+        check(f"values: {name}", ok, bits or found)
+
+
+def test_values(folder):
+    """What is said of a race's two orders, with the numbers."""
+    path = folder / "my_shift.cu"
+    path.write_text("__shared__ float x[3]; int y[3]; extern __shared__ int z[];")
+    file = Submission(path)
+    one, two = "thread 1 of block 0", "thread 2 of block 0"
+    half, three, four = (int(np.float32(x).view(np.uint32)) for x in (0.5, 3, 4))
+    for (how, then), what, bits, wish in (
+            (("writes", "reads"), "x[1]", ((2**32 - 1, half, half), 4, None), [
+                f"in this order: {one} writes 0.5, then {two} reads 0.5",
+                f"or in the other: {two} reads what nobody has set, then {one} writes 0.5"]),
+            (("reads", "writes"), "out[1]", ((half, half, three), 4, "float32"), [
+                f"in this order: {one} reads 0.5, then {two} writes 3",
+                f"or in the other: {two} writes 3, then {one} reads 3"]),
+            (("writes", "writes"), "out[1]", ((half, three, four), 4, "float32"), [
+                f"in this order: {one} writes 3, then {two} writes 4, which stays",
+                f"or in the other: {two} writes 4, then {one} writes 3, which stays"]),
+            (("writes", "writes"), "out[1]", ((0, 0x3F80, 0x4000), 2, "uint16"), [
+                f"in this order: {one} writes 1, then {two} writes 2, which stays",
+                f"or in the other: {two} writes 2, then {one} writes 1, which stays"]),
+            (("writes", "reads"), "z[1]", ((7, 8, 8), 4, None), [
+                f"in this order: {one} writes 8, then {two} reads 8",
+                f"or in the other: {two} reads 7, then {one} writes 8"]),
+            (("writes", "reads"), "q[1]", ((7, 8, 8), 4, None), [
+                f"So {two} may read before {one} has written, and get what was there before; or "
+                "after it, and get the new number"]),
+            (("writes", "writes"), "out[1]", None, [
+                f"So {one} may be the last to write, or {two}, and its number stays"])):
+        sides = [(f"{one} {how} it", []), (f"{two} {then} it", [])]
+        found = dict(what=what, bits=bits, sides=sides)
+        lines = may_happen(found, file)
+        check(f"{how}, {then}: {what}, {bits}", lines == wish, lines)
+    path.write_text("atomicAdd(&x[3], 1); __shared__ float x[3];")
+    found |= dict(what="x[3]", bits=((half, half, half), 4, "float32"))
+    lines = may_happen(found, Submission(path))
+    check("atomics may have changed it", lines == wish, lines)
+
+
 def test_new_races(folder):
-    """Races with these words, and none where they order."""
+    """Races with these words, and none where they order; and the numbers at their places."""
     if not races.finds_races(compiler_of()):
         return
     text = HEAD + "#include <cuda_fp16.h>\n"
+    for k, (_, body, _) in enumerate(VALUES):
+        text += kernel(f"values{k}", "float* out, const float* in, int* counter", f"    {body}\n")
     for k, (_, _, body) in enumerate(RACES):
         body = "    __shared__ float part[64];\n" * ("part" in body) + body
         text += kernel(f"races{k}", "float* out, const float* in, int* counter", body)
@@ -180,6 +259,7 @@ def test_new_races(folder):
                             np.ones(256, np.float32), np.zeros(4, np.int32))
             ok = re.search(rf"has a race on {wish}", found or "") if wish else not found
             check(f"{order}: {name}", ok, found)
+    check_values(device)
 
 
 MESSAGES = (  # the body of a kernel, what is said, and a word of the line that is named
