@@ -278,7 +278,7 @@ def check_file(file, device, recorded):
     judged = grade.grade_file(file, lambda line: say([line]))
     say([f"it printed: {line}" for line in [*dict.fromkeys(judged.printed)][:10]])
     if judged.lines:
-        say([*judged.lines, *repair.verdict(file, False)[0]])
+        say([*judged.lines, *repair.verdict(file, False)[0], *judged.drawn])
         return 1
     if repair.of(file):
         say(grade.looked_for(judged))
@@ -287,6 +287,7 @@ def check_file(file, device, recorded):
         return 0 if done else 1
     say(grade.looked_for(judged))
     say(explain.warning_lines(file, judged.warnings))
+    say(judged.drawn)
     times = None
     counts = progress.counted(file)
     say(counts["report"])

@@ -37,7 +37,7 @@ from dev.common.student_text import with_unset
 from dev.cpu import races
 from dev.cpu.emulated import Emulated
 from dev.cpu.host import compiler_of
-from dev.lab import large, on_gpus
+from dev.lab import drawing, large, on_gpus
 from dev.lab.bench import GUARD, Bench
 from dev.lab.causes import describe_wrong, facts_of, wrong_number
 from dev.lab.exercises import EXERCISES, checks_of, version_of
@@ -202,6 +202,7 @@ class Judgement(NamedTuple):
     remarks: list = ()  # lines to print after "right"
     warnings: str = ""  # what g++ says of a right file, for explain.py to put into lines
     printed: list = ()  # what the kernel has printed, in one of the processes
+    drawn: list = ()  # lines that draw a launch of two blocks, if it came so far
 
 
 def grade_file(file, say=lambda line: None):
@@ -215,7 +216,7 @@ def grade_file(file, say=lambda line: None):
     jobs = jobs_of(file, variables)
     looked = {BOUNDS: bool(variables[BOUNDS]), RACES: bool(variables[RACES]), GPU: has_nvrtc()}
     processes, news = Processes(), queue.SimpleQueue()
-    found, facts, remarks, warnings, printed = [], [], [], [], []
+    found, facts, remarks, warnings, printed, lines = [], [], [], [], [], []
     # the first kind of complaint that may still come
     waiting = {i: job.first for i, job in enumerate(jobs)}
     begun = time.monotonic()
@@ -241,9 +242,12 @@ def grade_file(file, say=lambda line: None):
                 try:
                     i, result = news.get(timeout=GRACE if explained else None)
                 except queue.Empty:
-                    return Judgement(best(found, jobs)[2], looked, dtypes, facts, printed=printed)
+                    return Judgement(best(found, jobs)[2], looked, dtypes, facts, printed=printed,
+                                     drawn=lines)
                 look_for = jobs[i].look_for
                 if isinstance(result, dict):
+                    if result["event"] == "drawn":
+                        lines = result["lines"]
                     if result["event"] == "compiled":
                         waiting[i] = max(waiting[i], ACCESS)
                     if line := progress_line(jobs[i], result):
@@ -270,12 +274,13 @@ def grade_file(file, say=lambda line: None):
                     remarks += [event["text"] for event in result[0] if event["event"] == "remark"]
                     printed = printed or printed_lines(result[2])
                 if found and is_sure(best(found, jobs)[:2], waiting, jobs):
-                    return Judgement(best(found, jobs)[2], looked, dtypes, facts, printed=printed)
+                    return Judgement(best(found, jobs)[2], looked, dtypes, facts, printed=printed,
+                                     drawn=lines)
         finally:
             processes.end()
     remarks = [*([on_gpus.remark(facts)] if facts else []), *on_gpus.double_lines(file, facts),
                *dict.fromkeys(remarks)]
-    return Judgement([], looked, dtypes, facts, remarks, max(warnings, default=""), printed)
+    return Judgement([], looked, dtypes, facts, remarks, max(warnings, default=""), printed, lines)
 
 
 def progress_line(job, event):
@@ -533,6 +538,7 @@ def run_all(job, device, file):
         device.library.races_announced()
     counts = job.get("waste") and device.races and device.dtype == "fp32"
     reference, passed = Reference(ladder) if counts else None, False
+    draws = counts  # until two blocks have been drawn
     for bench, sizes, threads in launches_of(file, device, kernel):
         choice = dict(threads=threads)
         where = ",".join(f"{key}={value}" for key, value in sizes.items())
@@ -548,7 +554,9 @@ def run_all(job, device, file):
         if job["look_for"] == RACES or not job.get("compare", not job["look_for"]):
             if device.races:
                 races.work(device.library, *step_limits(one))
-            complaint = launched(bench, version, choice, job["look_for"])
+            with sketched(bench, threads, where) if draws else contextlib.nullcontext() as blocks:
+                complaint = launched(bench, version, choice, job["look_for"])
+            draws = draws and len(blocks) < 2
             if one and not complaint:
                 items = eval(version.items, {}, vars(bench.given))
                 own = races.work(device.library)
@@ -713,6 +721,20 @@ def kept_between_launches(bench, version, choice, file):
     return dict(kind="kept", text=f"{said}, in the second launch; the first was right", lines=[
         "its variable keeps its value from launch to launch, and is not set back:", *lines[:2],
         "usually: the last block sets a counter back to 0, as it is the last to use it"])
+
+
+@contextlib.contextmanager
+def sketched(bench, threads, where):
+    """A context around a launch, behind which a drawing of it is sent. It gives a list, which then
+    has the numbers of the blocks that wrote."""
+    name, blocks = next(iter(bench.written)), []
+    array = getattr(bench.sets[0], name)
+    try:
+        with drawing.noted(bench.device, array) as found:
+            yield blocks
+    finally:
+        blocks += np.unique(found[0][found[0] >= 0] // 1024).tolist()
+        send(event="drawn", lines=drawing.lines_of(name, found[0], threads, where))
 
 
 def launched(bench, version, choice, look_for):

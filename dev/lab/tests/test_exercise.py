@@ -470,6 +470,9 @@ def test_whole(folder):
     check("its accesses", ("no access is out of bounds" in text) == (sanitizer is not None), text)
     check("its races",
           ("no two threads are in a race" in text) == (grade.race_variables() is not None), text)
+    check("  and who writes what", not grade.race_variables() or re.search(
+        r"\n    who writes out in blocks 0 and 1 of 11, .*\n"
+        r"      out\[0\]  block 0: threads 0-95\n", text), text)
     path.write_text(right, encoding="utf-8-sig")  # as some editors do, with a byte order mark
     with mock.patch.multiple("dev.lab.grade", sanitizer_variables=lambda: None,
                              race_variables=lambda: None):
@@ -488,3 +491,5 @@ def test_whole(folder):
     with mock.patch("dev.lab.grade.sanitizer_variables", return_value=None):
         status, text, _ = exercise(folder, path.name)
     check("wrong", status == 1 and "wrong: out[0,0]" in text, text)
+    check("  and drawn",
+          not grade.race_variables() or "out[0]  block 0: threads 0-95" in text, text)

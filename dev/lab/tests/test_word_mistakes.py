@@ -11,6 +11,7 @@ import numpy as np
 from dev.cpu import races
 from dev.cpu.emulated import Emulated
 from dev.cpu.host import compiler_of
+from dev.lab import drawing
 from dev.lab.explain import (compiler_lines, may_happen, printed_lines, unbalanced,
                              warning_lines)
 from dev.lab.submission import Submission
@@ -159,6 +160,9 @@ RACES = (  # what a kernel of two warps does; the place that must be named, or "
         if (atomicAdd(counter, 1) == gridDim.x - 1) out[0] = out[1] + out[2];
     }
 """),
+    ("atomics in turn", "", """    atomicAdd(&out[0], in[i]);
+    if (t == 63) atomicAdd(&out[3], in[i]);
+"""),
     ("atomics of halves that share a word", "",
      "    atomicAdd((__half*)counter + t % 2, __half(1.0f));\n"),
 )
@@ -200,6 +204,56 @@ def check_values(device):
             4, None if "shared" in name else "float32") and np.array_equal(
                 np.array(bits[0], np.uint32).view(np.float32), wish, equal_nan=True))
         check(f"values: {name}", ok, bits or found)
+
+
+def check_drawings(device):
+    """Who was the last to write each number, by plain stores and by atomics."""
+    device.set_order("forward")
+    for run, wish in (("values0", {0: 0, 9: 1}), ("values2", {0: 40}), ("values1", {1: 1, 9: 0}),
+                      (f"races{[name for name, *_ in RACES].index('atomics in turn')}", {
+                          0: 63, 3: 63})):
+        out, ones = np.ones(64, np.float32), np.ones(256, np.float32)
+        with drawing.noted(device, out) as found:
+            race_of(device, run, out, ones, np.zeros(4, np.int32))
+        there = {int(i): int(found[0][i]) for i in np.flatnonzero(found[0] >= 0)}
+        check(f"who writes in {run}", {i: there.get(i) for i in wish} == wish, there)
+
+
+def test_drawings():
+    """Who writes a row, in words; and which rows are drawn."""
+    for row, wish in (
+            (range(96), "block 0: threads 0-95"),
+            ([*range(192, 256), *range(1024, 1056)],
+             "block 0: threads 192-255; block 1: threads 0-31"),
+            ([*range(32)] * 3, "block 0: threads 0-31 (3 times)"),
+            ([*range(32)] * 2 + [0, 1], "block 0: threads 0-31 (2 times); threads 0-1"),
+            (np.repeat(np.arange(8), 4), "block 0: threads 0-7, 4 numbers each"),
+            (range(1000, 1100), "block 0: threads 1000-1023; block 1: threads 0-75"),
+            ([0, 0, 1, 2], "block 0: thread 0, 2 numbers; threads 1-2"),
+            ([5] * 45, "block 0: thread 5, 45 numbers"), ([1024 + 7], "block 1: thread 7"),
+            (range(0, 1024, 32), "block 0: threads 0-992 by 32"),
+            ([3, 2, 1, 0], "block 0: threads 3-0 by -1"), ([0, 5], "block 0: thread 0; thread 5"),
+            ([0, 1, -1, -1, 2, 3], "block 0: threads 0-1; nobody, 2 numbers; block 0: threads 2-3"),
+            ([0, 9, 3, 7, 1], "block 0: thread 0; thread 9; thread 3; thread 7; ...")):
+        found = drawing.in_words(np.array(row))
+        check(f"row {list(row)[:6]}", found == wish, found)
+    who = np.arange(2592).reshape(27, 96)
+    who = who // 256 * 1024 + who % 256
+    lines = drawing.lines_of("out", who, 256, "C=96")
+    check("two blocks", lines == [
+        "who writes out in blocks 0 and 1 of 11, with 256 threads each, at the sizes C=96:",
+        "  out[0]  block 0: threads 0-95", "  out[1]  block 0: threads 96-191",
+        "  out[2]  block 0: threads 192-255; block 1: threads 0-31",
+        "  out[3]  block 1: threads 32-127", "  out[4]  block 1: threads 128-223"], lines)
+    who[26, 90:] = -1
+    lines = drawing.lines_of("out", who.reshape(3, 9, 96), 256, "C=96")
+    check("three axes", lines[1].startswith("  out[0,0]  block 0"), lines)
+    check("numbers that nobody writes", lines[-1] == "  nobody writes 6 of 2,592 numbers; the "
+          "first is out[2,8,90]", lines)
+    lines = drawing.lines_of("norm", np.array([0]), 512, "n=32")
+    check("one block", lines == ["who writes norm in the only block, of 512 threads, at the sizes "
+                                 "n=32:", "  norm  block 0: thread 0"], lines)
+    check("nobody at all", drawing.lines_of("out", np.full((2, 3), -1), 64, "") == [])
 
 
 def test_values(folder):
@@ -260,6 +314,7 @@ def test_new_races(folder):
             ok = re.search(rf"has a race on {wish}", found or "") if wish else not found
             check(f"{order}: {name}", ok, found)
     check_values(device)
+    check_drawings(device)
 
 
 MESSAGES = (  # the body of a kernel, what is said, and a word of the line that is named
