@@ -279,6 +279,8 @@ def check_file(file, device, recorded):
     say([f"it printed: {line}" for line in [*dict.fromkeys(judged.printed)][:10]])
     if judged.lines:
         say([*judged.lines, *repair.verdict(file, False)[0], *judged.drawn])
+        if not repair.of(file):
+            say([progress.failed(file.exercise.kernel, judged.lines)])
         return 1
     if repair.of(file):
         say(grade.looked_for(judged))
@@ -298,6 +300,7 @@ def check_file(file, device, recorded):
         lines, remark = on_gpus.sanitize(file)
         say(lines or [remark])
         if lines:
+            say([progress.failed(file.exercise.kernel, lines)])
             return 1
         times = on_gpus.measure(file)
         say(on_gpus.standing(times))

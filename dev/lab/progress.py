@@ -44,8 +44,9 @@ def reached(row):
 def read():
     """(the state, a line if the file could not be read, or ""). The state is {"solved": {exercise:
     {"dtypes", "sectors": a load, "times": {card: [microseconds, slower, faster version]}}},
-    "hints": {exercise: how many were shown}, "mended": [exercises whose repair is done]}."""
-    nothing = dict(solved={}, hints={}, mended=[])
+    "hints": {exercise: how many were shown}, "mended": [exercises whose repair is done],
+    "failed": {exercise: what its last check said, until a hint was given on it}}."""
+    nothing = dict(solved={}, hints={}, mended=[], failed={})
     try:
         found = json.loads(FILE.read_text(encoding="utf-8"))
         if found["version"] != VERSION:
@@ -55,7 +56,8 @@ def read():
             reached(row)
         hints = {name: int(count) for name, count in found["hints"].items()}
         mended = [str(name) for name in found.get("mended", ())]
-        return dict(solved=found["solved"], hints=hints, mended=mended), ""
+        failed = {name: str(text) for name, text in found.get("failed", {}).items()}
+        return dict(solved=found["solved"], hints=hints, mended=mended, failed=failed), ""
     except FileNotFoundError:
         return nothing, ""
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
@@ -78,6 +80,7 @@ def note(name, dtypes, sectors=None, time=None):
     """Mark an exercise as solved, and keep the best of what was reached. time: (card,
     [microseconds, slower, faster version]). Returns lines: the next exercise, and any trouble."""
     state, _ = read()
+    state["failed"].pop(name, None)
     row = state["solved"].setdefault(name, dict(dtypes=[], sectors=None, times={}))
     row["dtypes"] += [dtype for dtype in dtypes if dtype not in row["dtypes"]]
     row["sectors"] = min((x for x in (row["sectors"], sectors) if x is not None), default=None)
@@ -85,6 +88,14 @@ def note(name, dtypes, sectors=None, time=None):
         card, numbers = time
         row["times"][card] = min(numbers, row["times"].get(card, numbers), key=lambda n: n[0])
     return [what_next(state["solved"]), write(state)]
+
+
+def failed(name, lines):
+    """Keep what was said of a wrong kernel, for the next hint. Returns a line on any trouble, or
+    ""."""
+    state, _ = read()
+    state["failed"][name] = " ".join(lines)[:1000]
+    return write(state)
 
 
 def mended(name):
@@ -116,9 +127,54 @@ def listed():
             f"{command('repair')} lists kernels with a bug, to find and mend."]
 
 
+# (what a check has said, a hint on it): the first row that fits counts
+ON_ERRORS = (
+    ("does not compile in bf16", "A real is a float in fp32 alone. Which names of that line are "
+     "real? Read them with to_float, and store with from_float."),
+    ("does not compile", "Mend the first error alone, and check again: others often come of it."),
+    ("one-dimensional", "Number the threads of a block from 0 on, and work out the row and the "
+     "column of each from its number, by / and %."),
+    ("a race .*(Blocks run|leaves out blockIdx)", "Two blocks have the same place. Compute the "
+     "index for thread 0 of block 0 and for thread 0 of block 1. If both must add to one place, "
+     "use atomicAdd."),
+    ("a race |depends on the order", "All threads of the block must meet between the store and the "
+     "read, in a line that none of them skips. In a loop there are two such places: after the "
+     "stores of a round, and before those of the next one."),
+    ("stuck", "Find the threads that do not come, and the if, return or loop by which they leave. "
+     "Let them go on with a neutral number, such as 0 in a sum, and skip only the store."),
+    ("leaves out blockIdx", "Thread 0 of block 1 must not have the number of thread 0 of block 0. "
+     "How many items are before it?"),
+    (r"(reads|writes) \w+\[|out of bounds|outside|does not exist", "Compute the index by hand for "
+     "the last thread of the last block, and for the last turn of the loop. Is it tested before "
+     "the access?"),
+    ("warp_(sum|max) missing", "After a loop over every 32nd number each lane has a part. Which "
+     "lines need the whole, and in which lane?"),
+    ("no thread of the block has written|before it gets a value", "Which value leaves a sum, or a "
+     "maximum, as it is? Set that first, also in threads without an item."),
+    ("never written", "See who writes what, above. Which thread should have written the first "
+     "number that nobody has? Follow its index, and each if on its way."),
+    ("is -?(nan|inf)", "Follow the largest number of the row through each line. Which one makes it "
+     "infinite?"),
+    ("slow", "Count for one item how often each of its inputs is read, and by how many threads."),
+    ("(first|last) (term|columns)", "Go through the loop by hand for a row of three numbers: which "
+     "of them does each thread take, and when does it stop?"),
+    ("in bf16", "It is right in fp32. Where is a number of 16 bits rounded, or taken for one of "
+     "32?"),
+    ("", "Take the first wrong number of the message, find the thread that writes it, and compute "
+     "the line by hand with the inputs there."))
+
+
+def hint_on(text):
+    """The hint on what a check has said."""
+    return next(words for pattern, words in ON_ERRORS if re.search(pattern, text))
+
+
 def hint(name):
-    """The lines with the next hint of an exercise; all of them once the last was shown."""
+    """The lines with the next hint of an exercise: on the error of the last check, if there was
+    one, else the exercise's; all of these once the last was shown."""
     hints, (state, _) = EXERCISES[name].hints, read()
+    if text := state["failed"].pop(name, ""):
+        return [f"On your last check: {hint_on(text)}", *filter(None, [write(state)])]
     shown = max(state["hints"].get(name, 0), 0)
     lines = [f"Hint {i} of {len(hints)}: {text}" for i, text in enumerate(hints, 1)]
     if shown < len(hints):

@@ -95,6 +95,7 @@ def test_lists(folder):
                       ("damaged", json.dumps(good | {"solved": {NAMES[0]: {
                           "dtypes": [], "sectors": "x", "times": {}}}}).encode()),
                       ("damaged", json.dumps(good | {"hints": {"a": "b"}}).encode()),
+                      ("damaged", json.dumps(good | {"failed": [1]}).encode()),
                       ("version 2, .* reads version 1", json.dumps(
                           good | {"version": 2}).encode())):
         progress.FILE.write_bytes(bad)
@@ -214,6 +215,50 @@ def test_hints(folder):
     ok("  and all again", f"Hint 1 of 2: {first}\nHint 2 of 2: {second}\n" in text, text)
     _, text, _ = exercise(folder, "gelu_forward", "--hint")
     ok("another exercise's", EXERCISES["gelu_forward"].hints[0] in text, text)
+
+
+SAID = (  # what a check says, and a word of the hint on it
+    ("it does not compile in bf16: cannot convert real to float", "from_float"),
+    ("it does not compile: expected ;", "first error alone"),
+    ("wrong: out[1,0] was never written. blocks are one-dimensional here", "by / and %"),
+    ("it has a race on dwpe[0]: thread 0 writes it. Blocks run in any order", "atomicAdd"),
+    ("it has a race on part[32]: no __syncthreads() comes between", "two such places"),
+    ("its result depends on the order in which threads run", "two such places"),
+    ("it is stuck in __syncthreads: 40 of the 64 threads", "neutral number"),
+    ("wrong: out[2,64] was never written usually: The index leaves out blockIdx.x", "not have the"),
+    ("it reads inp1[2592], and the last is inp1[2591]", "last thread of the last block"),
+    ("index 64 is out of bounds: the array is float [64]", "last thread of the last block"),
+    ("wrong: out[0,0] is 1, expected 2 why: is warp_sum missing?", "has a part"),
+    ("a number of shared memory is read that no thread of the block has written", "as it is"),
+    ("wrong: out[0,0] was never written", "who writes what"),
+    ("wrong: out[0,0] is nan, expected 1", "infinite"), ("wrong: out[0] is -inf, ", "infinite"),
+    ("it is slow: it reads each number of its inputs 90 times", "by how many threads"),
+    ("wrong: why: the sum leaves out its last term", "row of three numbers"),
+    ("wrong: out[0] is 1, expected 2 at the sizes B=3, in bf16", "It is right in fp32"),
+    ("wrong: out[0] is 1, expected 2 at the sizes B=3, in fp32", "find the thread"),
+)
+
+
+@fast
+def test_hints_on_errors(folder):
+    """After a check that found something, the next hint is on that; then the exercise's follow."""
+    for text, word in SAID:
+        ok(f"on {text[:50]}", word in progress.hint_on(text), progress.hint_on(text))
+    written(folder, "softmax_forward")
+    first = EXERCISES["softmax_forward"].hints[0]
+    with mock.patch.object(grade, "grade_file", return_value=WRONG._replace(
+            lines=["wrong: out[0,0] is nan"])):
+        exercise(folder, "my_softmax_forward.cu")
+    _, text, _ = exercise(folder, "gelu_forward", "--hint")
+    ok("another exercise's hint", "On your last check" not in text, text)
+    _, text, _ = exercise(folder, "softmax_forward", "--hint")
+    ok("a hint on the error",
+       re.fullmatch("On your last check: Follow the largest .*\n", text), text)
+    _, text, _ = exercise(folder, "softmax_forward", "--hint")
+    ok("  and once", text.startswith(f"Hint 1 of 2: {first}"), text)
+    progress.failed("softmax_forward", ["wrong"])
+    progress.note("softmax_forward", ["fp32"])
+    ok("  and none after it was right", "Hint 2" in said(progress.hint("softmax_forward")))
 
 
 def applied(old, diff):
