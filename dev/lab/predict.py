@@ -3,7 +3,7 @@
     python -m dev.lab.predict  # compares the ranges with the lab's own times, in some minutes
 
 The CPU has counted at a small size what the warps ask of the memory (traffic.py), and NVRTC has
-compiled the kernel. Both are scaled to the lab's size, and each part of a GPU is given its time:
+compiled the kernel. The counts are scaled to the lab's size, and give each part of a GPU its time:
 device memory, L1, the banks of shared memory, instructions, doubles, atomics, and the wait for
 loads where few warps are there to hide it. If the parts work at the same time, the slowest decides;
 if they wait for each other, their times add up. The range reaches from a good case to a bad one.
@@ -151,6 +151,10 @@ def lines_of(file, moves, facts):
     for card in CARDS:
         each = facts["sm_90a" if card.gpu.name == "H100" else "sm_80"]
         code = Used(*(each[name] for name in Used._fields))
+        if not blocks_that_fit(card.gpu, code, threads, each["dynamic"]):
+            rows.append(f"  {card.gpu.name:9} a block does not fit: it has too many registers or "
+                        "too much shared memory")
+            continue
         low, high, worst = range_of(parts_of(card, Moves(*moves), code, blocks, threads,
                                              each["dynamic"]))
         rows.append(f"  {card.gpu.name:9} {in_words(low)} to {in_words(high)}, most of it for "
@@ -161,8 +165,9 @@ def lines_of(file, moves, facts):
 
 def in_words(seconds):
     """Such as "23 us" or "1.4 ms"."""
-    value, unit = (1e6 * seconds, "us") if seconds < 1e-3 else (1e3 * seconds, "ms")
-    return f"{value:.2g} {unit}" if value < 100 else f"{float(f'{value:.2g}'):,.0f} {unit}"
+    value, unit = (1e6 * seconds, "us") if seconds < 0.9995e-3 else (1e3 * seconds, "ms")
+    value = float(f"{value:.2g}")
+    return f"{value:g} {unit}" if value < 100 else f"{value:,.0f} {unit}"
 
 
 # ---- How good is it? The lab's own versions, beside their times in RESULTS.md

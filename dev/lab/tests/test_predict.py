@@ -57,7 +57,8 @@ def test_parts():
     check("the range", predict.range_of({"one": (2e-3, 4e-3), "two": (1e-3, 6e-3)}) == (
         2e-3 + 1e-6, 1.1 * (6e-3 + 2e-3) + 3e-6, "two"))
     for seconds, words in ((23.4e-6, "23 us"), (456e-6, "460 us"), (1.26e-3, "1.3 ms"), (1.2,
-                           "1,200 ms"), (1.4e-6, "1.4 us")):
+                           "1,200 ms"), (1.4e-6, "1.4 us"), (99.7e-6, "100 us"),
+                           (0.9997e-3, "1 ms"), (80e-6, "80 us")):
         check(words, predict.in_words(seconds) == words, predict.in_words(seconds))
 
 
@@ -117,6 +118,10 @@ def test_launches(folder):
     check("a line for each GPU", [line.split()[0] for line in lines[1:]] == ["T4", "RTX", "H100"]
           and re.fullmatch(r"  H100      11 us to 15 us, most of it for device memory", lines[3]),
           lines)
+    more = [dict(each, dynamic=80 * 1024) for each in facts]
+    lines = predict.lines_of(Submission(path), NOTHING._replace(fewest=1e6), more)
+    check("80 KB of shared memory do not fit into a T4",
+          "a block does not fit" in lines[1] and "us to" in lines[2] and "us to" in lines[3], lines)
     path.write_text(filled("residual_forward", body + "    // mma\n    mma_tf32;\n"))
     check("none on tensor cores", not predict.lines_of(Submission(path), NOTHING, facts))
 
