@@ -208,7 +208,7 @@ def known_exercise(what):
     if what not in names:
         if Path(f"{what}.cu").exists():
             raise UserError(f"no exercise {what}; did you mean the file {what}.cu?")
-        raise UserError(f"no exercise {what}; {did_you_mean(what, names)}")
+        raise UserError(f"no exercise {what}; {did_you_mean(what, [*names, 'repair'])}")
     return what
 
 
@@ -249,9 +249,15 @@ def repairs(flags):
     from dev.lab import repair
     from dev.lab.exercises import command
     if flags.exercise == "repair":
+        if flags.hint or flags.solution is not None:
+            raise UserError("--exercise repair lists the repairs; expected the name of one before "
+                            "--hint or --solution, such as repair:row_sum")
         print("\n".join(repair.listed()))
         return 0
     one = repair.known(flags.exercise)
+    if flags.solution:
+        raise UserError(f"--solution {flags.solution}: a repair has one solution; leave out the "
+                        "number")
     if flags.hint:
         print(one.hint)
     elif flags.solution is not None:

@@ -87,6 +87,9 @@ def test_command(folder):
         r"- 56: .*v <= V \? expf.*\n\+ 56: .*v < V \? expf.*\n", text), text)
     _, text, _ = exercise(folder, "repair:row_sum", "--solution")
     check("the answer where a line is missing", text == "+ 41: __syncthreads();\n", text)
+    refused(folder, "the hint of all", "the name of one before --hint", "repair", "--hint")
+    refused(folder, "a number", "a repair has one solution", "repair:row_sum", "--solution", "2")
+    refused(folder, "a slip", "did you mean repair?", "repairs")
     refused(folder, "its time", "cu is a repair", path.name, "--record", "Ada")
 
     wrong = grade.Judgement(["wrong: out[0,0] is 1"], {}, ["fp32"], [])
