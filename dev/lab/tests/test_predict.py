@@ -178,4 +178,5 @@ def test_share(capsys):
     last = capsys.readouterr().out.strip().splitlines()[-1]
     found = re.match(r"(\d+) of (\d+) times.* ([\d.]+) times the lower", last).groups()
     text = " ".join((LAB / "README.md").read_text("utf-8").split())
-    check(last, "{} of {} times".format(*found[:2]) in text and f"{found[2]} times" in text)
+    check(last, "For {} of {} versions".format(*found[:2]) in text and
+          f"upper end is {found[2]} times" in text)
