@@ -167,14 +167,17 @@ QUIET inline bool access(Address p, size_t bytes, const Access& x) {
     return true;
 }
 
-// Who was the last to write each item of an array, for a drawing: 1024 * block + thread, or -1.
+// Who was the last to write each item of an array, for a drawing: 1024 * block + thread, or -1. Blocks 0 and 1 are drawn,
+// so what they have written stays theirs.
 static struct { Address begin, end; size_t item; std::vector<int> who; } drawn;
 
 QUIET inline void draw(Address p, size_t bytes) {
     const Busy here;
-    for (Address at = p; at < p + bytes; at += drawn.item)
-        if (at >= drawn.begin && at < drawn.end)
-            drawn.who[(at - drawn.begin) / drawn.item] = 1024 * number + thread_number();
+    for (Address at = p; at < p + bytes; at += drawn.item) {
+        if (at < drawn.begin || at >= drawn.end) continue;
+        int& who = drawn.who[(at - drawn.begin) / drawn.item];
+        if (number < 2 || who < 0 || who >= 2048) who = 1024 * number + thread_number();
+    }
 }
 
 QUIET inline void touch(const volatile void* p, size_t bytes, bool writes, const void* pc) {

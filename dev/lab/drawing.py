@@ -1,7 +1,7 @@
 """A drawing of a small launch: which threads of the first two blocks write which numbers.
 
-The race finder sees each write, so it notes who was the last to write each number of an output. A
-row of the drawing is a row of the output.
+The race finder sees each write, so it notes who has written each number of an output. A row of the
+drawing is a row of the output.
 """
 import contextlib
 import ctypes
@@ -29,17 +29,16 @@ def noted(device, array):
         found.append(who.reshape(array.shape))
 
 
-def lines_of(name, who, threads, sizes):
-    """The lines of a drawing. name: the output's; who: as above; threads: of a block; sizes: in
-    words. [] if nobody wrote it."""
-    blocks = int(who.max(initial=-1)) // 1024 + 1
-    if not blocks:
-        return []
+def lines_of(name, who, blocks, threads, sizes):
+    """The lines of a drawing. name: the output's; who: as above; blocks: of the launch; threads: of
+    a block; sizes: in words. [] if the first two blocks wrote nothing."""
     rows = who.reshape(-1, who.shape[-1]) if who.ndim > 1 else who.reshape(1, -1)
     chosen = {}
     for block, most in enumerate(ROWS):
         own = [i for i, row in enumerate(rows) if (row // 1024 == block).any() and i not in chosen]
         chosen.update(dict.fromkeys(own[:most]))
+    if not chosen:
+        return []
     labels = [f"{name}[{','.join(map(str, np.unravel_index(i, who.shape[:-1])))}]"
               if who.ndim > 1 else name for i in sorted(chosen)]
     wide, missing = max(map(len, labels)), np.argwhere(who < 0)

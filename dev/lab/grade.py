@@ -399,6 +399,13 @@ def times(x):
     return "once" if round(x, 1) == 1 else f"{x:,.0f} times" if x >= 10 else f"{x:.1f} times"
 
 
+def blocks_of(kernel, items, threads, W):
+    """(the blocks of a launch; its items, and those that a block covers, along each axis)."""
+    covered = [int(covers(threads, W)) for covers in kernel.covers]
+    counts = items if isinstance(items, tuple) else (items,)
+    return math.prod(-(-count // cover) for count, cover in zip(counts, covered)), counts, covered
+
+
 def wasted(bench, kernel, threads, items, own, one):
     """What is wasted in a launch: (the share of what would be refused, lines), the worst first. own
     and one: the Work of the student's kernel and of version 1; items: how many, along x, or (along
@@ -406,9 +413,7 @@ def wasted(bench, kernel, threads, items, own, one):
     a = bench.sets[0]
     numbers = sum(array.nbytes for name, array in vars(a).items()
                   if isinstance(array, np.ndarray) and name in bench.inputs) or 1
-    covered = [int(covers(threads, bench.device.W)) for covers in kernel.covers]
-    counts = items if isinstance(items, tuple) else (items,)
-    blocks = math.prod(-(-count // cover) for count, cover in zip(counts, covered))
+    blocks, counts, covered = blocks_of(kernel, items, threads, bench.device.W)
     busy = max(own.blocks, 1)
     free_bytes, free_steps = (free * blocks * threads for free in OF_THREAD)
 
@@ -554,7 +559,9 @@ def run_all(job, device, file):
         if job["look_for"] == RACES or not job.get("compare", not job["look_for"]):
             if device.races:
                 races.work(device.library, *step_limits(one))
-            with sketched(bench, threads, where) if draws else contextlib.nullcontext() as blocks:
+            around = (sketched(bench, kernel, version.items, threads, where) if draws else
+                      contextlib.nullcontext())
+            with around as blocks:
                 complaint = launched(bench, version, choice, job["look_for"])
             draws = draws and len(blocks) < 2
             if one and not complaint:
@@ -724,17 +731,19 @@ def kept_between_launches(bench, version, choice, file):
 
 
 @contextlib.contextmanager
-def sketched(bench, threads, where):
+def sketched(bench, kernel, items, threads, where):
     """A context around a launch, behind which a drawing of it is sent. It gives a list, which then
     has the numbers of the blocks that wrote."""
     name, blocks = next(iter(bench.written)), []
     array = getattr(bench.sets[0], name)
+    items = eval(items, {}, vars(bench.given))
     try:
         with drawing.noted(bench.device, array) as found:
             yield blocks
     finally:
         blocks += np.unique(found[0][found[0] >= 0] // 1024).tolist()
-        send(event="drawn", lines=drawing.lines_of(name, found[0], threads, where))
+        send(event="drawn", lines=drawing.lines_of(
+            name, found[0], blocks_of(kernel, items, threads, bench.device.W)[0], threads, where))
 
 
 def launched(bench, version, choice, look_for):

@@ -5,6 +5,8 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
+import pytest
+
 from dev.lab import grade
 from dev.lab.exercises import EXERCISES, exercise_names
 from dev.lab.explain import complaint_lines
@@ -35,6 +37,30 @@ def test_solutions(folder):
         check(f"{name}: the lab's version solves it", lines == [], "" if lines == [] else lines)
     missing = set(EXERCISES) - set(names)
     check("every exercise's kernel is in the lab", not missing, missing or "")
+
+
+@pytest.mark.longest
+def test_drawn(folder):
+    """Of each exercise's solution the race finder makes a drawing."""
+    variables = grade.race_variables()
+    if not variables:
+        pytest.skip("this compiler finds no races")
+    paths = [folder / f"my_{name}.cu" for name in exercise_names()]
+    for path, name in zip(paths, exercise_names()):
+        path.write_text(solution(name))
+    every = [str(path) for path in paths]
+    events, *_ = grade.run_child(dict(compile=every, run=every, look_for=grade.RACES, limit=60,
+                                      dtypes=["fp32"], compare=True, waste=True, races=True),
+                                 variables)
+    lines, begun = {}, ""
+    for event in events:
+        begun = event["file"] if event["event"] == "begins" else begun
+        if event["event"] == "drawn":
+            lines[begun] = event["lines"]
+    for path in every:
+        found = lines.get(path, [])
+        check(path, len(found) > 1 and found[0].startswith("who writes ") and
+              "block 0: thread" in found[1], found)
 
 
 def test_forgotten(folder):

@@ -217,6 +217,9 @@ def check_drawings(device):
             race_of(device, run, out, ones, np.zeros(4, np.int32))
         there = {int(i): int(found[0][i]) for i in np.flatnonzero(found[0] >= 0)}
         check(f"who writes in {run}", {i: there.get(i) for i in wish} == wish, there)
+    with drawing.noted(device, out) as found:  # of four blocks, which all add to two numbers
+        device.launch(run, 256, out, ones, np.zeros(4, np.int32))
+    check("block 1 comes before those behind it", found[0][0] == 1024 + 63, found[0][:4])
 
 
 def test_drawings():
@@ -239,21 +242,23 @@ def test_drawings():
         check(f"row {list(row)[:6]}", found == wish, found)
     who = np.arange(2592).reshape(27, 96)
     who = who // 256 * 1024 + who % 256
-    lines = drawing.lines_of("out", who, 256, "C=96")
+    lines = drawing.lines_of("out", who, 11, 256, "C=96")
     check("two blocks", lines == [
         "who writes out in blocks 0 and 1 of 11, with 256 threads each, at the sizes C=96:",
         "  out[0]  block 0: threads 0-95", "  out[1]  block 0: threads 96-191",
         "  out[2]  block 0: threads 192-255; block 1: threads 0-31",
         "  out[3]  block 1: threads 32-127", "  out[4]  block 1: threads 128-223"], lines)
     who[26, 90:] = -1
-    lines = drawing.lines_of("out", who.reshape(3, 9, 96), 256, "C=96")
+    lines = drawing.lines_of("out", who.reshape(3, 9, 96), 11, 256, "C=96")
     check("three axes", lines[1].startswith("  out[0,0]  block 0"), lines)
     check("numbers that nobody writes", lines[-1] == "  nobody writes 6 of 2,592 numbers; the "
           "first is out[2,8,90]", lines)
-    lines = drawing.lines_of("norm", np.array([0]), 512, "n=32")
+    lines = drawing.lines_of("norm", np.array([0]), 1, 512, "n=32")
     check("one block", lines == ["who writes norm in the only block, of 512 threads, at the sizes "
                                  "n=32:", "  norm  block 0: thread 0"], lines)
-    check("nobody at all", drawing.lines_of("out", np.full((2, 3), -1), 64, "") == [])
+    for one in (-1, 2048):
+        lines = drawing.lines_of("out", np.full((2, 3), one), 4, 64, "")
+        check(f"neither of the two blocks, but {one}", lines == [], lines)
 
 
 def test_values(folder):
