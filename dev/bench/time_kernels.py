@@ -1,21 +1,25 @@
 """Check and time kernels for Hopper beside what they replace: attention's gradient with five
-products, attention_five.cu, and the products with GELU, gelu_products.cu.
+products, attention_five.cu; the products with GELU, gelu_products.cu; Muon's symmetric products,
+symmetric.cu.
 
     python -m dev.bench.time_kernels five                  # on a Hopper GPU: checks, then times
     python -m dev.bench.time_kernels five --shape B=8,T=2048,NH=16 --try AT_ONCE=8,AT_ONCE=32
     python -m dev.bench.time_kernels gelu --shape "M=65536,C=768;M=8192,C=1600"
+    python -m dev.bench.time_kernels symmetric --shape "n=48,rows=768,columns=768"
     CXXFLAGS="-O1 -DHOPPER" python -m dev.bench.time_kernels gelu --device emulated  # only checks
     CXXFLAGS="-O1 -DHOPPER -fsanitize=thread" \\
         python -m dev.bench.time_kernels five --device emulated --shape T=150  # finds races
 
 They are checked against NumPy in float64 at small sizes. Times are medians in microseconds. Those
 of five stand beside the trainer's kernels with seven products, and cuDNN's gradient if PyTorch is
-installed; those of gelu beside cuBLASLt's. M is the number of rows, B*T.
+installed; those of the others beside cuBLASLt's. M is the number of rows, B*T; n the number of
+matrices.
 """
 import dataclasses
 import functools
 import os
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 
@@ -31,6 +35,8 @@ from dev.features.hopper.attention_five import (
     HOPPER, ROWS, SOURCES as FIVE, five_table, launch_delta, launch_dq, launch_five)
 from dev.features.hopper.gelu_products import (
     HEIGHT, SOURCES as GELU, OwnGelu, multiply_dgelu, multiply_gelu)
+from dev.features.hopper import symmetric
+from dev.features.muon import COEFFICIENTS, BatchOnCpu, BatchOnGpu
 from dev.features.products import TimedProducts
 from dev.lab import heads, timing
 from dev.lab.bench import BF16_LIMIT, Bench
@@ -39,10 +45,10 @@ from prepro_tinyshakespeare import UserError, run_main
 from train_gpt2 import BF16, read_kernels, to_float
 
 FLAGS = [
-    (None, "kernels", ("five", "gelu"), None, "which to check and to time"),
+    (None, "kernels", ("five", "gelu", "symmetric"), None, "which to check and to time"),
     (None, "--device", ("emulated", "cuda"), "cuda", "emulated: only checks"),
     (None, "--shape", str, None, "sizes to time, or on a CPU to check, several after one another: "
-     "B=8,T=2048,NH=16 or M=65536,C=768;M=8192,C=1600"),
+     "B=8,T=2048,NH=16, M=65536,C=768;M=8192,C=1600 or n=12,rows=768,columns=3072"),
     (None, "--no-check", "switch", 0, "1: only time"),
     (None, "--try", str, "AT_ONCE=16", "what to compile five with, in turn: AT_ONCE=8,AT_ONCE=32"),
 ]
@@ -425,18 +431,143 @@ def shape_of_gelu(text, on_gpu):
     return text or GELU_SHAPE
 
 
+# ---- Muon's symmetric products
+
+SYMMETRIC_KERNELS = {"matmul_symmetric", "matmul_symmetric_of_columns"}
+SYMMETRIC_CHECKS = ("n=1,rows=16,columns=16", "n=3,rows=136,columns=72", "n=2,rows=200,columns=264",
+                    "n=3,rows=392,columns=392")
+SYMMETRIC_SHAPE = ("n=48,rows=768,columns=768;n=12,rows=768,columns=3072;"
+                   "n=12,rows=3072,columns=768")
+FACTORS = dict(factor=0.5, share=-2.0, diagonal=3.0)
+
+
+def make_symmetric(name, *_):
+    """A device with the kernels, for all sizes. Raises UserError."""
+    check_hopper(name, symmetric.SOURCE)
+    config = Config(C=768, NH=12)
+    if name == "emulated":
+        return stack(Emulated, [symmetric.OwnSymmetric, BatchOnCpu])(
+            "bf16", config, symmetric.SOURCES, only=SYMMETRIC_KERNELS)
+    return stack(FastCuda, [symmetric.OwnSymmetric, BatchOnGpu, TimedProducts])(
+        "bf16", config, symmetric.SOURCES)
+
+
+def drawn_matrices(device, n, rows, columns):
+    """On the device: matrices x (n,rows,columns) of norm 1, gram, the smaller of x x' and x' x, and
+    poly, a polynomial of gram, which commutes with it."""
+    rng, x = np.random.default_rng(1), array_on(device, (n, rows, columns), BF16)
+    gram, poly = (array_on(device, (n, min(rows, columns), min(rows, columns)), BF16) for _ in "12")
+    for i in range(n):
+        drawn = rng.standard_normal((rows, columns), np.float32)
+        drawn /= np.linalg.norm(drawn)
+        product = drawn.T @ drawn if rows > columns else drawn @ drawn.T
+        device.put(x[i], to_bf16(drawn))
+        device.put(gram[i], to_bf16(product))
+        device.put(poly[i], to_bf16(product @ product - 2 * product))
+    return SimpleNamespace(x=x, gram=gram, poly=poly)
+
+
+def symmetric_products(device, a):
+    """{what: (a call that makes the product in `out`, what it is in float64)}."""
+    f, x, gram, poly = FACTORS, *in_float64(device, a.x, a.gram, a.poly)
+    wish = x.transpose(0, 2, 1) @ x if x.shape[1] > x.shape[2] else x @ x.transpose(0, 2, 1)
+    with_all = f["factor"] * gram @ gram + f["share"] * poly
+    with_all += f["diagonal"] * np.eye(wish.shape[1])
+    return {
+        "gram": (lambda out: symmetric.multiply(device, out, a.x), wish),
+        "poly": (lambda out: symmetric.multiply(device, out, a.gram, add=a.poly, **f), with_all),
+        "of two": (lambda out: symmetric.multiply(device, out, a.gram, a.poly), gram @ poly)}
+
+
+def symmetric_faults(device, a):
+    """Make the products. Returns [(what, error, limit)] against NumPy in float64; of those of a
+    matrix with itself, and outside of the tiles on the diagonal, both sides must have the same
+    bits."""
+    found = []
+    for what, (make, wish) in symmetric_products(device, a).items():
+        out = array_on(device, wish.shape, BF16)
+        make(out)
+        product, = in_float64(device, out)
+        turned = product.transpose(0, 2, 1)
+        panel = np.arange(wish.shape[1]) // HEIGHT
+        same = (product == turned) | (panel[:, None] == panel if what == "of two" else False)
+        found += [(what, off(product, wish), BF16_LIMIT), (f"{what}: sides", (~same).sum(), 0)]
+    return found
+
+
+def check_symmetric(device, text):
+    """Check the products at a size. Returns how many results are wrong."""
+    found = symmetric_faults(device, drawn_matrices(device, **parse_sizes(text)))
+    print(f"{text}: " + ", ".join(f"{what} {error:.1e}{'' if error <= limit else ' WRONG'}"
+                                  for what, error, limit in found), flush=True)
+    return sum(not error <= limit for _, error, limit in found)
+
+
+def time_symmetric(device, text, peers):
+    """Print the times of Muon's products at a size, and of all of an orthogonalization, beside
+    cuBLASLt's. Returns whether results are wrong."""
+    a = drawn_matrices(device, **parse_sizes(text))
+    x, y, out = a.x, array_on(device, a.x.shape, BF16), array_on(device, a.gram.shape, BF16)
+    of_a, of_b, of_c = COEFFICIENTS[0]
+    across = x.transpose(0, 2, 1)
+    tall = x.shape[1] > x.shape[2]
+    by = (x, a.poly) if tall else (a.poly, x)
+    said = same_bits(lambda: symmetric_products(device, a)["poly"][0](out), out)
+    print(f"{text}: {said}", flush=True)
+    library = device.matmul_batch
+
+    def whole(orthogonalize):
+        def run():
+            orthogonalize(x, y, a.gram, a.poly)
+        return us(device, run)
+
+    for _ in range(2):
+        rows = {
+            "gram": (lambda: symmetric.multiply(device, out, x),
+                     lambda: library(out, *((across, x) if tall else (x, across)))),
+            "poly": (lambda: symmetric.multiply(device, out, a.gram, add=a.gram, **FACTORS),
+                     lambda: library(out, a.gram, a.gram, of_c, a.gram, of_b)),
+            "of two": (lambda: symmetric.multiply(device, out, a.gram, a.poly),
+                       lambda: library(out, a.gram, a.poly))}
+        words = [f"{what} {us(device, ours)} ({us(device, theirs)})"
+                 for what, (ours, theirs) in rows.items()]
+        words += [f"next x {us(device, lambda: library(y, *by))}, "
+                  f"with an addend {us(device, lambda: library(y, *by, 1.0, x, of_a))}"]
+        print(f"{text}, us, ours (cuBLASLt's): {', '.join(words)}", flush=True)
+    words = [f"cuBLASLt {whole(super(symmetric.OwnSymmetric, device).orthogonalize)}"]
+    for chains in ((1, 1, 1, 1, 1), (2, 2, 1), (3, 2)):
+        with mock.patch.object(symmetric, "CHAINS", chains):
+            words.append(f"ours {chains} {whole(device.orthogonalize)}")
+    print(f"{text}, us, an orthogonalization: {', '.join(words)}", flush=True)
+    return said.startswith("error")
+
+
+def shape_of_symmetric(text, on_gpu):
+    """The sizes in words, or the default. Raises UserError."""
+    sizes = parse_sizes(text)
+    if not sizes.keys() == {"n", "rows", "columns"} or not all(sizes.values()) or (
+            sizes["rows"] % 8 or sizes["columns"] % 8):
+        raise UserError(f"--shape {text}: expected n, rows and columns, with rows and columns "
+                        "multiples of 8, such as n=12,rows=768,columns=3072")
+    return text
+
+
 # ---- The program
 
 
 KINDS = {"five": (shape_of_five, FIVE_CHECKS, make_five_for, check_five, time_five),
-         "gelu": (shape_of_gelu, GELU_CHECKS, make_gelu, check_gelu, time_gelu)}
+         "gelu": (shape_of_gelu, GELU_CHECKS, make_gelu, check_gelu, time_gelu),
+         "symmetric": (shape_of_symmetric, SYMMETRIC_CHECKS, make_symmetric, check_symmetric,
+                       time_symmetric)}
+DEFAULT_SHAPES = {"symmetric": SYMMETRIC_SHAPE}
 
 
 def main(arguments=None):
     flags = parse_flags(__doc__, FLAGS, arguments)
     shape_of, checks, make, check, time = KINDS[flags.kernels]
     wrong, on_gpu = 0, flags.device == "cuda"
-    shapes = [shape_of(text, on_gpu) for text in (flags.shape or "").split(";")]
+    asked = flags.shape or DEFAULT_SHAPES.get(flags.kernels, "")
+    shapes = [shape_of(text, on_gpu) for text in asked.split(";")]
     if flags.shape and not on_gpu:
         checks = shapes
     tries = getattr(flags, "try").split(",") if flags.kernels == "five" else [""]

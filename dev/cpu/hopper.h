@@ -323,9 +323,9 @@ inline void wgmma_of_rows(float (*d)[4], unsigned long long a, unsigned long lon
 inline void wgmma_from_registers(float (*d)[4], const unsigned (&a)[4], unsigned long long b) {
     ask({d, 8, true, true, true, b, b, {a[0], a[1], a[2], a[3]}, false, true});
 }
-template <bool b_of_rows>
+template <bool b_of_rows, bool a_of_rows>
 void wgmma_wide(float (*d)[4], unsigned long long a, unsigned long long b, bool add) {
-    ask({d, 16, true, add, false, a, b, {}, false, b_of_rows});
+    ask({d, 16, true, add, false, a, b, {}, a_of_rows, b_of_rows});
 }
 
 // The 128 threads of a warp group meet. The last one does something for all.
@@ -428,14 +428,16 @@ QUIET inline __attribute__((noinline)) void add_line(float* global, const float*
     line.begin();
     state().sent.push_back(std::move(line));
 }
-// The opposite of copy_box, for an array without heads: rows and columns outside of it are left out.
-QUIET inline __attribute__((noinline)) void store_box(const void* map, int column, int row, const void* box) {
+// The opposite of copy_box, for matrices without heads: rows and columns outside of one are left out.
+QUIET inline __attribute__((noinline)) void store_box(const void* map, int column, int row, const void* box,
+                                                      int matrix = 0) {
     auto* m = static_cast<const unsigned long long*>(map);  // as Emulated.tensor_map makes it
     const int columns = int(m[1]), rows = int(m[3]), inside = max(min(64, columns - column), 0);
     Sent sent = sent_from(box, 8192, false, __builtin_return_address(0));
     const char* shared = static_cast<char*>(dynamic_shared);
     for (int i = 0; i < 64 && row + i < rows && inside > 0; i++) {
-        Sent::Piece piece = {reinterpret_cast<char*>(m[0]) + (size_t(row + i) * columns + column) * 2, {}};
+        Sent::Piece piece = {
+            reinterpret_cast<char*>(m[0]) + ((size_t(matrix) * rows + row + i) * columns + column) * 2, {}};
         for (int j = 0; j < 2 * inside; j++) {
             const size_t place = sent.from - shared + 128 * i + j;
             piece.bytes.push_back(shared[place ^ (place / 128 & 7) * 16]);  // in the 128-byte swizzle
@@ -460,15 +462,25 @@ QUIET inline void stores_arrive() {
     all.erase(std::remove_if(all.begin(), all.end(), ours), all.end());
 }
 
-// The opposite of load_matrices in ptx.h.
-inline void store_matrices(void* row, const unsigned (&x)[4], int line = __builtin_LINE()) {
+// The opposite of load_matrices in ptx.h, and of load_matrices_transposed.
+template <bool transposed>
+void store_8x8s(void* row, const unsigned (&x)[4], int line) {
     struct Lane { unsigned short* row; const unsigned* x; };
     Exchange<Lane>(~0u, {static_cast<unsigned short*>(row), x}, "stmatrix", line, [](Lane* lanes) {
         for (int lane = 0; lane < 32; lane++)
             for (int i = 0; i < 4; i++)
-                for (int j = 0; j < 2; j++)
-                    lanes[8 * i + lane / 4].row[2 * (lane % 4) + j] = (unsigned short)(lanes[lane].x[i] >> 16 * j);
+                for (int j = 0; j < 2; j++) {
+                    const int r = lane / 4, c = 2 * (lane % 4) + j;
+                    const auto number = (unsigned short)(lanes[lane].x[i] >> 16 * j);
+                    lanes[8 * i + (transposed ? c : r)].row[transposed ? r : c] = number;
+                }
     });
+}
+inline void store_matrices(void* row, const unsigned (&x)[4], int line = __builtin_LINE()) {
+    store_8x8s<false>(row, x, line);
+}
+inline void store_matrices_transposed(void* row, const unsigned (&x)[4], int line = __builtin_LINE()) {
+    store_8x8s<true>(row, x, line);
 }
 
 }  // namespace hopper

@@ -73,12 +73,33 @@ STATE_VERSION = 2  # of a state file that has Muon's momentum
 # ---- Products of many matrices
 
 
-class BatchOnCpu:
-    """A mixin in front of a CPU's device."""
+class Batch:
+    """A mixin in front of a device."""
 
     def matmul_batch(self, out, left, right, factor=1.0, add=None, share=0.0):
         """out[i] = factor * left[i] @ right[i] + share * add[i], for arrays of as many matrices, of
         real numbers; without add, only the product."""
+        raise NotImplementedError
+
+    def orthogonalize(self, x, y, gram, poly):
+        """x (n,rows,columns), each of norm 1, to matrices whose singular values are about 1. y, as
+        x, and gram and poly (n,side,side): memory. Returns the one of x and y that has the
+        result."""
+        tall = x.shape[1] > x.shape[2]
+        for a, b, c in COEFFICIENTS:
+            across = x.transpose(0, 2, 1)
+            self.matmul_batch(gram, *((across, x) if tall else (x, across)))
+            self.matmul_batch(poly, gram, gram, c, gram, b)
+            self.matmul_batch(y, *((x, poly) if tall else (poly, x)), 1.0, x, a)
+            x, y = y, x
+        return x
+
+
+class BatchOnCpu(Batch):
+    """A mixin in front of a CPU's device."""
+
+    def matmul_batch(self, out, left, right, factor=1.0, add=None, share=0.0):
+        """As Batch's."""
         product = np.empty(out.shape[1:], np.float32)
         for i in range(len(out)):
             self.matmul(product, left[i], right[i])
@@ -88,12 +109,12 @@ class BatchOnCpu:
             out[i] = to_bf16(total) if out.dtype == BF16 else total
 
 
-class BatchOnGpu:
+class BatchOnGpu(Batch):
     """A mixin in front of FastCuda: a batch is one product of cuBLASLt."""
     BATCH = {"BATCH_COUNT": (5, ctypes.c_int32), "STRIDED_BATCH_OFFSET": (6, ctypes.c_int64)}
 
     def matmul_batch(self, out, left, right, factor=1.0, add=None, share=0.0):
-        """As BatchOnCpu's. cuBLASLt reads add where it lies, and writes out."""
+        """As Batch's. cuBLASLt reads add where it lies, and writes out."""
         key = "batch", out.shape, left.shape, left.strides, right.strides, out.itemsize
         if key not in self.plans:
             plan = self.describe(out[0], left[0], right[0], dict(EPILOGUE=EPILOGUES["DEFAULT"]))
@@ -121,11 +142,11 @@ class BatchOnGpu:
                       ctypes.c_size_t(ctypes.sizeof(value)))
 
 
-class BatchOnPlainGpu:
+class BatchOnPlainGpu(Batch):
     """A mixin in front of Cuda: a batch is one product of CuPy's cuBLAS, which adds in place."""
 
     def matmul_batch(self, out, left, right, factor=1.0, add=None, share=0.0):
-        """As BatchOnCpu's."""
+        """As Batch's."""
         if add is not None:
             out[...] = add
         I, J = out.shape[1:]
@@ -245,19 +266,6 @@ def scale_of(rows, columns, convention):
     if convention == "rms":
         return 0.2 * max(rows, columns) ** 0.5
     return max(1, rows / columns) ** 0.5
-
-
-def orthogonalize(device, x, y, gram, poly):
-    """x (n,rows,columns), each of norm 1, to matrices whose singular values are about 1. gram and
-    poly (n,side,side): memory. Returns the one of x and y that has the result."""
-    tall = x.shape[1] > x.shape[2]
-    for a, b, c in COEFFICIENTS:
-        across = x.transpose(0, 2, 1)
-        device.matmul_batch(gram, *((across, x) if tall else (x, across)))
-        device.matmul_batch(poly, gram, gram, c, gram, b)
-        device.matmul_batch(y, *((x, poly) if tall else (poly, x)), 1.0, x, a)
-        x, y = y, x
-    return x
 
 
 def flops_of(c):
@@ -395,7 +403,7 @@ class Muon:
 
     def orthogonalize(self, work):
         """The orthogonalized matrices of a workspace's x."""
-        return orthogonalize(self.device, work.x, work.y, work.gram, work.poly)
+        return self.device.orthogonalize(work.x, work.y, work.gram, work.poly)
 
 
 class SharedMuon:
@@ -404,9 +412,10 @@ class SharedMuon:
     share ends with some that nobody reads."""
 
     def orthogonalize(self, work):
-        piece = orthogonalize(self.device, *self.share_of(work))
+        x, *memory = self.share_of(work)
+        piece = self.device.orthogonalize(x, *memory)
         # into the other array: MPI forbids that the pieces lie in what they are gathered to
-        via, whole = self.ranks.via, work.y if len(COEFFICIENTS) % 2 == 0 else work.x
+        via, whole = self.ranks.via, work.y if piece is x else work.x
         with via.fork():
             via.gather(piece.reshape(-1), whole.reshape(-1))
         via.join()
@@ -424,7 +433,8 @@ class SharedMuon:
         if backward:
             groups, real = self.groups(self.config), self.device.real
             for rows, columns, _, matrices in batches_of(groups, real):
-                orthogonalize(self.device, *self.share_of(self.workspace(rows, columns, matrices)))
+                work = self.workspace(rows, columns, matrices)
+                self.device.orthogonalize(*self.share_of(work))
 
 
 class ShardedMuon:
@@ -447,7 +457,7 @@ class ShardedMuon:
         return workspace_table(rows, columns, matrices, real)
 
     def orthogonalize(self, work):
-        return orthogonalize(self.device, *self.share_of(work))
+        return self.device.orthogonalize(*self.share_of(work))
 
     def share_of(self, work):
         return work.x, work.y, work.gram, work.poly

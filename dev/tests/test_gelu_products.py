@@ -35,7 +35,8 @@ from prepro_tinyshakespeare import UserError
 from train_gpt2 import BF16, to_float
 
 
-FAULTS = (  # what is wrong, in gelu_products.cu, and what a CPU says or the first wrong result
+# What is wrong, in gelu_products.cu or turns.cuh, and what a CPU says or the first wrong result
+FAULTS = (
     ("fch is overwritten before TMA has read it",
      "if (threadIdx.x % 128 == 0) stores_read();\n    warp",
      "warp", "fch"),
@@ -147,17 +148,23 @@ def whole(device, text="M=580,C=384,OC=320", more_rows=0):
     return next((what for what, error, limit in found if not error <= limit), "")
 
 
+def with_fault(sources, old, new, folder):
+    """The sources with a replacement in the one that has this text, copied to a folder."""
+    texts = {path: path.read_text("utf-8") for path in sources}
+    assert sum(text.count(old) for text in texts.values()) == 1, old
+    copies = [folder / path.name for path in sources]
+    for copy, text in zip(copies, texts.values()):
+        copy.write_text(text.replace(old, new), "utf-8")
+    return copies
+
+
 def test_planted(folder, faults):
     """The first so many planted faults are found."""
-    text = gelu_products.SOURCE.read_text("utf-8")
     check("without a fault", whole(small_device()) == "")
     said = whole(small_device(), more_rows=HEIGHT)
     check("rows beyond N", said == "outside", said)
     for what, old, new, wish in FAULTS[:faults]:
-        assert text.count(old) == 1, old
-        path = folder / "gelu_products.cu"
-        path.write_text(text.replace(old, new), "utf-8")
-        sources = [gelu_products.SOURCES[0], path]
+        sources = with_fault(gelu_products.SOURCES, old, new, folder)
         said = (whole(small_device(sources, f"-O1 -DHOPPER {races.FLAG}"), "M=150,C=64")
                 if wish == "race" else whole(small_device(sources)))
         check(what, wish in said if wish in ("stuck", "race") else said == wish, said)

@@ -90,7 +90,7 @@ def orthogonalize_on(device, matrices):
     device.launch("muon_momentum", (size, n), x, squares, m, on_device(device, matrices.ravel()),
                   0, n, n * size, size, shares, adamw, settings, verdict)
     device.launch("muon_normalize", (size, n), x, squares, size, shares)
-    return to_float(device.get(muon.orthogonalize(device, x, y, gram, poly)))
+    return to_float(device.get(device.orthogonalize(x, y, gram, poly)))
 
 
 @fast

@@ -172,7 +172,7 @@ def test_names_of_helpers():
     """
     for path in (path for path in order.SOURCES if path.suffix == ".cu"):
         text = path.read_text("utf-8")
-        outside = re.sub(r"^namespace (\w+) \{.*?^\}  // namespace \1$", "", text,
+        outside = re.sub(r"^namespace ([\w:]+) \{.*?^\}  // namespace \1$", "", text,
                          flags=re.M | re.S)
         found = re.findall(r"^(?:template|struct|constexpr|using|__device__).*", outside, re.M)
         headers = "".join(header.read_text("utf-8") for header in path.parent.glob("*.cuh"))

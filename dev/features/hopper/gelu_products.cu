@@ -1,6 +1,6 @@
 // The MLP's two products that meet GELU, on Hopper in bf16, with GELU done while the tensor cores
-// work: compiled behind kernels.cu and hopper.cuh with -DBF16 -DHOPPER. gelu_products.py launches
-// them.
+// work: compiled behind kernels.cu, hopper.cuh and turns.cuh with -DBF16 -DHOPPER. gelu_products.py
+// launches them.
 //   matmul_gelu    fch (N,OC) = inp (N,C) @ w (OC,C)' + bias (OC), and fch_gelu (N,OC) = gelu(fch)
 //   matmul_dgelu   dfch (N,OC) = dout (N,C) @ w (C,OC) * gelu'(fch (N,OC)), and sums of its columns
 //
@@ -27,100 +27,16 @@
 //   - GELU: 2,048 of the unit for 2^x and 1/x, 8 for each instruction of a warp. A warp has 1,600
 //     instructions between its products and those of its next tile, 1,900 backward. They are hidden
 //     behind the products of the other warpgroup as long as they take less time.
-static_assert(HOPPER, "compile it with -DBF16 -DHOPPER");
 
-namespace gelu_products {  // other files beside kernels.cu use some of these names, too
+namespace turns::gelu_products {
 
-constexpr int BOX = 64 * 64;                     // numbers that TMA copies at a time
-constexpr int HEIGHT = 128, WIDTH = 128;         // of a tile
-constexpr int STAGES = 5;                        // steps of 64 channels, loaded or multiplied
-constexpr int TILE_SIZE = HEIGHT * WIDTH, STAGE = (HEIGHT + WIDTH) * 64;  // in numbers
-constexpr int WORKERS = 2 * 128;                 // threads of the two warpgroups that multiply
-using TileResult = Result<2 * WIDTH>;            // x[0][n]: rows 0..63, then 64..127
 static_assert(2 * (STAGES * STAGE + 2 * TILE_SIZE) == 229376, "as gelu_products.py says");
 
 #ifdef __CUDACC__
-// D (64,128) = A (64,16) B (16,128), or with `add` D += A B. Each warp has 16 rows of D. A is 16
-// channels of 64 rows. So is B', of 128 rows; or, b_of_rows, B is 128 columns of 16 rows.
-template <bool b_of_rows>
-__device__ void wgmma_wide(float (*d)[4], unsigned long long a, unsigned long long b, bool add) {
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %66, 0;"
-                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
-                 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
-                 "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
-                 "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,"
-                 "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}, "
-                 "%64, %65, p, 1, 1, 0, %67;}"
-                 : FLOATS32(d), FLOATS32((d + 8))
-                 : "l"(a), "l"(b), "r"((int)add), "n"((int)b_of_rows));
-}
-
-// All threads of a warpgroup wait for each other.
-__device__ void warpgroup_sync(int group) {
-    asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory");
-}
-
-// The opposite of load_matrices: lane i gives the address of row i % 8 of matrix i / 8.
-__device__ void store_matrices(real* row, const Pair (&x)[4]) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};"
-                 ::"r"(shared_address(row)), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
-}
-
-// Starts to copy a box from shared to device memory, from (row, c) on. TMA leaves out what is
-// beyond the matrix.
-__device__ void store_box(const Tiles* map, int c, int row, const real* box) {
-    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group "
-                 "[%0, {%1, %2, %3, %2}], [%4];"
-                 ::"l"(map), "r"(c), "r"(0), "r"(row), "r"(shared_address(box)) : "memory");
-}
-
 __device__ float reciprocal(float x) {  // of infinity it is 0
     float y;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
-}
-
-constexpr int CLUSTER = 2;  // blocks that share rows
-
-// Until all threads of the cluster are here. Shared memory of the other block may be used between
-// the first call and the last.
-__device__ void cluster_sync() {
-    asm volatile("barrier.cluster.arrive; barrier.cluster.wait;" ::: "memory");
-}
-// Arrives at the mbarrier of block `rank` of this cluster.
-__device__ void mbarrier_arrive_at(unsigned long long& mbarrier, int rank) {
-    asm volatile("{.reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;"
-                 "mbarrier.arrive.shared::cluster.b64 _, [there];}"
-                 ::"r"(shared_address(&mbarrier)), "r"(rank) : "memory");
-}
-// Starts to copy a box to the same place of both blocks. Each one's own mbarrier counts its bytes,
-// which must be expected there.
-__device__ void copy_box_to_both(
-    real* box, const Tiles* map, int c, int row, unsigned long long& mbarrier) {
-    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-                 ".multicast::cluster [%0], [%1, {%2, %3, %4, %3}], [%5], %6;"
-                 ::"r"(shared_address(box)), "l"(map), "r"(c), "r"(0), "r"(row),
-                   "r"(shared_address(&mbarrier)), "h"((unsigned short)3) : "memory");
-}
-__device__ void expect_bytes(int bytes, unsigned long long& mbarrier) {
-    asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;"
-                 ::"r"(shared_address(&mbarrier)), "r"(bytes) : "memory");
-}
-// Block `own` of two loads its half of a tile's rows for both.
-__device__ void load_rows(
-    real* stage, const Tiles& inp, int c, int row, unsigned long long& full) {
-    int own = blockIdx.x % 2;
-    expect_bytes(2 * BOX * sizeof(real), full);
-    copy_box_to_both(stage + own * BOX, &inp, c, row + 64 * own, full);
-}
-#else  // a CPU has no clusters: a block loads all of its rows
-constexpr int CLUSTER = 1;
-__device__ void cluster_sync() { __syncthreads(); }
-__device__ void mbarrier_arrive_at(unsigned long long& mbarrier, int) { mbarrier_arrive(mbarrier); }
-__device__ void load_rows(
-    real* stage, const Tiles& inp, int c, int row, unsigned long long& full) {
-    for (int half = 0; half < 2; half++)
-        copy_box(stage + half * BOX, &inp, c, 0, row + 64 * half, 0, full);
 }
 #endif
 
@@ -160,12 +76,6 @@ struct Waits {
         result_read[2];               // TMA may load the next fch to the place of its result
 };
 
-// As warp_arrives, at the mbarriers of all blocks of the cluster.
-__device__ void warp_arrives_at_all(unsigned long long& mbarrier) {
-    __syncwarp();
-    if (threadIdx.x % 32 < CLUSTER) mbarrier_arrive_at(mbarrier, threadIdx.x % 32);
-}
-
 // One thread loads what is multiplied, step by step: 64 of C of a tile's rows and columns.
 template <bool backward>
 __device__ void load_operands(
@@ -178,7 +88,7 @@ __device__ void load_operands(
             auto& full = waits.full[step % STAGES];
             // At first all stages are empty: a new mbarrier counts the phase before as over.
             mbarrier_wait(waits.empty[step % STAGES], step / STAGES % 2 ^ 1);
-            load_rows(stage, inp, c, at.row, full);
+            load_for_both(stage, inp, c, at.row, 0, 0, 64, full);
             for (int box = 0; box < WIDTH / 64; box++) {
                 int column = at.column + 64 * box;
                 copy_box(stage + (2 + box) * BOX, &w, backward ? column : c, 0,
@@ -201,67 +111,6 @@ __device__ void load_fch(real* results, Waits& waits, const Tiles& fch, const Si
                      waits.fch_there[n % 2]);
         mbarrier_arrive(waits.fch_there[n % 2]);
     }
-}
-
-// As address16, but in a cluster an address also says in its upper bits which block's memory it is
-// in. In a description they would change the leading offset.
-__device__ unsigned own_address16(const real* tile) { return address16(tile) % (1 << 14); }
-
-// x = A B of a stage, or with `add` x += A B. B is (64,WIDTH) if b_of_rows, else B' (WIDTH,64).
-template <bool b_of_rows>
-__device__ void multiply_stage(TileResult& x, const real* stage, bool add) {
-    auto a = describe(own_address16(stage)), b = describe(own_address16(stage + 2 * BOX));
-    if (b_of_rows) b += (unsigned long long)(BOX / W - 1) << 16;  // to the next 64 columns
-    wgmma_fence(x.x);
-#pragma unroll
-    for (int k = 0; k < 64; k += 16)
-#pragma unroll
-        for (int half = 0; half < 2; half++)
-            wgmma_wide<b_of_rows>(
-                x.x[0] + WIDTH / 8 * half, further(a, (half * BOX + k) / W),
-                further(b, (b_of_rows ? k * 64 : k) / W), add || k > 0);
-    wgmma_commit();
-}
-
-// A warpgroup's result in shared memory is four boxes: two side by side, and two below. A warp has
-// 16 rows of each box. Of these it has, for k = 0..3, columns 16 k .. 16 k + 15 in registers as an
-// A of mma: each lane has four Pairs of neighbouring columns. For load_matrices and store_matrices,
-// this says where a lane's 8 columns begin, in 16 rows of the first box. Thanks to the 128-byte
-// swizzle the same columns of 8 rows are in different banks.
-struct RowsOfLane {
-    real* of[4];
-    __device__ RowsOfLane(real* box, int row) {
-        unsigned lane = forget(threadIdx.x) % 32;
-#pragma unroll
-        for (int k = 0; k < 4; k++)
-            of[k] = box + (row + lane % 16) * 64 + ((2 * k + lane / 16) ^ lane % 8) * W;
-    }
-    __device__ real* operator()(int box, int k) const { return of[k] + box * BOX; }
-};
-__device__ int first_row_of_warp() { return forget(threadIdx.x) / 32 % 4 * 16; }
-
-// The two numbers of the product that become Pair i of these columns.
-__device__ const float* two_of(const TileResult& x, int box, int k, int i) {
-    return x.x[0][8 * box + 2 * k + i / 2] + i % 2 * 2;
-}
-__device__ float low(Pair two) { return __uint_as_float(two << 16); }
-__device__ float high(Pair two) { return __uint_as_float(two & 0xffff0000); }
-
-// When all threads of the warpgroup have left their part of the result, one has TMA store it.
-__device__ void store_tile(const Tiles& to, const TileAt& at, const real* result, int group) {
-    shared_written();
-    warpgroup_sync(group);
-    if (threadIdx.x % 128 == 0) {
-        for (int box = 0; box < 4; box++)
-            store_box(&to, at.column + box % 2 * 64, at.row + box / 2 * 64, result + box * BOX);
-        stores_commit();
-    }
-    __syncwarp();
-}
-// After this the result may be overwritten: TMA has read it.
-__device__ void result_free(int group) {
-    if (threadIdx.x % 128 == 0) stores_read();
-    warpgroup_sync(group);
 }
 
 // fch and its GELU, from the product x. GELU is that of fch as it is stored, rounded.
@@ -289,7 +138,7 @@ __device__ void finish_forward(
             store_matrices(rows(box, k), y[box][k]);
         }
     }
-    store_tile(fch, at, result, group);
+    store_tile(fch, at.row, at.column, result, group);
 #pragma unroll
     for (int box = 0; box < 4; box++) {  // while TMA reads fch
         // Without a branch the compiler would begin with the powers of all boxes, and spill.
@@ -303,7 +152,7 @@ __device__ void finish_forward(
     for (int box = 0; box < 4; box++)
 #pragma unroll
         for (int k = 0; k < 4; k++) store_matrices(rows(box, k), y[box][k]);
-    store_tile(fch_gelu, at, result, group);
+    store_tile(fch_gelu, at.row, at.column, result, group);
 }
 
 // Sums of a result's columns, over 128 rows. Tensor cores add them up, always in the same order: in
@@ -352,7 +201,7 @@ __device__ void finish_backward(
         }
         store_matrices(rows(box, k), y);
     }
-    store_tile(dfch, at, result, group);
+    store_tile(dfch, at.row, at.column, result, group);
     if (sums) sum_columns(sums, at, result, OC);
     if (threadIdx.x % 128 == 0) stores_read();
     shared_written();
@@ -393,7 +242,8 @@ __device__ void product_with_gelu(
             mbarrier_wait(waits.my_turn[group], (done + (group == 0)) % 2);  // 0 is first
             for (int i = 0; i < steps; i++, step++) {
                 mbarrier_wait(waits.full[step % STAGES], step / STAGES % 2);
-                multiply_stage<backward>(x, stages + step % STAGES * STAGE, i > 0);
+                const real* stage = stages + step % STAGES * STAGE;
+                multiply_stage<backward>(x, stage, stage + 2 * BOX, i > 0);
                 wait_for_products<1>(x);  // so the stage before is empty
                 if (i > 0) warp_arrives_at_all(waits.empty[(step - 1) % STAGES]);
             }
@@ -413,7 +263,7 @@ __device__ void product_with_gelu(
     cluster_sync();  // the other block may still arrive at mbarriers of this one
 }
 
-}  // namespace gelu_products
+}  // namespace turns::gelu_products
 
 #ifdef __CUDACC__  // Clusters of two blocks. read_kernels does not know this word in a definition
 extern "C" __global__ void __cluster_dims__(2, 1, 1) matmul_gelu(
@@ -431,7 +281,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) matmul_gelu(
     const __grid_constant__ Tiles fch, const __grid_constant__ Tiles fch_gelu,
     const real* __restrict__ bias, const __grid_constant__ Tiles inp,
     const __grid_constant__ Tiles w, int N, int OC, int C) {
-    gelu_products::product_with_gelu<false>(
+    turns::gelu_products::product_with_gelu<false>(
         fch, fch_gelu, nullptr, bias, inp, w, inp, {N, OC, C});
 }
 
@@ -442,6 +292,6 @@ extern "C" __global__ void __launch_bounds__(384, 1) matmul_dgelu(
     const __grid_constant__ Tiles dfch, float* __restrict__ sums,
     const __grid_constant__ Tiles dout, const __grid_constant__ Tiles w,
     const __grid_constant__ Tiles fch, int N, int OC, int C) {
-    gelu_products::product_with_gelu<true>(
+    turns::gelu_products::product_with_gelu<true>(
         dfch, dfch, sums, nullptr, dout, w, fch, {N, OC, C});
 }

@@ -15,7 +15,7 @@ from dev.features.declare import Feature, is_fast
 from train_gpt2 import BF16, ceil_div
 
 SOURCE = Path(__file__).resolve().with_suffix(".cu")
-SOURCES = (SOURCE.with_name("hopper.cuh"), SOURCE)
+SOURCES = (SOURCE.with_name("hopper.cuh"), SOURCE.with_name("turns.cuh"), SOURCE)
 HEIGHT = WIDTH = 128  # of a tile of the result
 STAGES = 5  # of 64 channels, that fit shared memory
 THREADS = 384

@@ -1,0 +1,263 @@
+// Products whose result is known to be symmetric, on Hopper in bf16, of many matrices of one shape:
+// compiled behind kernels.cu, hopper.cuh and turns.cuh with -DBF16 -DHOPPER. symmetric.py launches
+// them.
+//   matmul_symmetric               out[i] = factor * l[i] r[i]' + share * add[i] + diagonal * I
+//   matmul_symmetric_of_columns    out[i] = factor * l[i]' r[i] + share * add[i] + diagonal * I
+// l and r are the same matrix, or symmetric matrices that commute, such as two polynomials of one
+// matrix; add is symmetric. What is above the diagonal is computed, and stored twice.
+//
+// In tiles of 128 x 128, a matrix of 768 x 768 has 36 of them, and 21 on the diagonal or above it.
+// A tile needs two panels: 128 rows of l (columns, for l' r) for its own rows, and of r for its
+// columns. Warpgroups take turns as in gelu_products.cu, and two neighbouring blocks, a cluster,
+// have two tiles that share their columns' panel, of which each block loads half for both:
+//
+//         0 1 2 3 4 5
+//      0  a b c d e f      the two rows of a band are the clusters' two blocks: b b, c c, ..
+//      1    b c d e f      a is alone: two such tiles of any band and matrix make a cluster, and
+//      2      g h i j      there is nothing to share
+//      3        h i j
+//
+// On the diagonal a tile's panels are the same if l and r are, and one of them is enough.
+//
+// What a tile costs, in clocks as in gelu_products.cu: for each 64 of what is summed 640 of shared
+// memory, or 512 with one panel; and 1,024 for the result, which is stored twice: 1,280 with add.
+
+namespace turns::symmetric {
+
+// side: of a result; length: what is summed over.
+struct Sizes {
+    int matrices, side, length;
+    bool same;  // are l and r?
+    __device__ int panels() const { return (side + HEIGHT - 1) / HEIGHT; }
+    __device__ int bands() const { return panels() / 2; }
+    __device__ int pairs() const { return bands() * (panels() - bands()); }  // of a matrix
+    __device__ int alone() const { return panels() - bands(); }
+    // pairs of tiles, one for each of two blocks
+    __device__ int items() const { return matrices * pairs() + (matrices * alone() + 1) / 2; }
+};
+
+// The tile that this block has of a pair. row and column: in panels
+struct TileAt {
+    int matrix, row, column;
+    bool pair;  // whether the other block's tile has the same columns
+    bool rows, columns;  // panels that are loaded: both, unless they are the same
+    bool counts;         // not if the last tile has no other beside it: then both blocks have it
+    __device__ TileAt(int item, const Sizes& sizes) {
+        int block = blockIdx.x % 2, pairs = sizes.pairs(), alone = sizes.alone();
+        pair = item < sizes.matrices * pairs;
+        if (pair) {
+            matrix = item / pairs;
+            int k = item % pairs, band = 0, wide = sizes.panels() - 1;  // pairs of this band
+            for (; k >= wide; wide -= 2, band++) k -= wide;
+            row = 2 * band + block, column = 2 * band + 1 + k;
+            counts = true;
+        } else {
+            int i = 2 * (item - sizes.matrices * pairs) + block;
+            counts = i < sizes.matrices * alone;
+            i = min(i, sizes.matrices * alone - 1);
+            matrix = i / alone;
+            row = column = 2 * (i % alone);
+        }
+        columns = pair || !sizes.same;
+        rows = !pair || row != column || !sizes.same;
+    }
+};
+
+// mbarriers.
+struct Waits {
+    unsigned long long full[STAGES],  // a step's panels have arrived
+        empty[STAGES],                // both blocks have multiplied them
+        my_turn[2],                   // a warpgroup may begin: the other one has all its stages
+        add_there[2],                 // its tile of add has arrived
+        result_read[2];               // TMA may load the next one to the place of its result
+};
+
+// Two boxes of 64 of what is summed, from k on: a panel of 128 rows (or columns) from `first` on.
+template <bool of_columns>
+__device__ void load_panel(real* boxes, const Tiles& map, int first, int k, int matrix,
+                           bool for_both, unsigned long long& full) {
+    constexpr int right = of_columns ? 64 : 0, down = 64 - right;  // from a box to the next
+    int c = of_columns ? first : k, row = of_columns ? k : first;
+    if (for_both) {
+        load_for_both(boxes, map, c, row, matrix, right, down, full);
+    } else {
+        for (int box = 0; box < 2; box++)
+            copy_box(boxes + box * BOX, &map, c + box * right, 0, row + box * down, matrix, full);
+    }
+}
+
+// One thread loads panels, step by step.
+template <bool of_columns>
+__device__ void load_panels(
+    real* stages, Waits& waits, const Tiles& l, const Tiles& r, const Sizes& sizes) {
+    unsigned step = 0;
+    for (int item = blockIdx.x / 2; item < sizes.items(); item += gridDim.x / 2) {
+        TileAt at(item, sizes);
+        for (int k = 0; k < sizes.length; k += 64, step++) {
+            real* stage = stages + step % STAGES * STAGE;
+            auto& full = waits.full[step % STAGES];
+            // At first all stages are empty: a new mbarrier counts the phase before as over.
+            mbarrier_wait(waits.empty[step % STAGES], step / STAGES % 2 ^ 1);
+            if (at.columns)
+                load_panel<of_columns>(
+                    stage + 2 * BOX, r, at.column * WIDTH, k, at.matrix, at.pair, full);
+            if (at.rows)
+                load_panel<of_columns>(stage, l, at.row * HEIGHT, k, at.matrix, false, full);
+            mbarrier_arrive(full);
+        }
+    }
+}
+
+// Another thread loads a tile of add to where the result will be, once the last one was read.
+__device__ void load_add(real* results, Waits& waits, const Tiles& add, const Sizes& sizes) {
+    int n = 0;
+    for (int item = blockIdx.x / 2; item < sizes.items(); item += gridDim.x / 2, n++) {
+        TileAt at(item, sizes);
+        mbarrier_wait(waits.result_read[n % 2], n / 2 % 2 ^ 1);
+        for (int box = 0; box < 4; box++)
+            copy_box(results + n % 2 * TILE_SIZE + box * BOX, &add,
+                     at.column * WIDTH + box % 2 * 64, 0, at.row * HEIGHT + box / 2 * 64, at.matrix,
+                     waits.add_there[n % 2]);
+        mbarrier_arrive(waits.add_there[n % 2]);
+    }
+}
+
+// How the product becomes the result. with_add: whether add is read
+struct Terms {
+    float factor, share, diagonal;
+    bool with_add;
+};
+
+// Scales the product x, adds the tile of add that is in `result` and the diagonal, and stores the
+// tile: as it is, and unless it is on the diagonal, transposed on the other side of it.
+__device__ void finish(const Tiles& out, TileResult& x, const TileAt& at, real* result, int group,
+                       const Terms& terms) {
+    Pair y[4][4][4];
+    // A lane has numbers of the diagonal in those 8 x 8 that lie on it: one of a Pair, or none
+    int warp = first_row_of_warp() / 16, lane = forget(threadIdx.x) % 32;
+    float diagonal[2];
+    for (int j = 0; j < 2; j++)
+        diagonal[j] = at.row == at.column && lane / 4 == lane % 4 * 2 + j ? terms.diagonal : 0.0f;
+    if (!terms.with_add) result_free(group);
+    RowsOfLane rows(result, first_row_of_warp());
+#pragma unroll
+    for (int box = 0; box < 4; box++)
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            Pair more[4] = {};
+            if (terms.with_add) load_matrices(more, rows(box, k));
+            for (int i = 0; i < 4; i++) {
+                const float* two = two_of(x, box, k, i);
+                float a = terms.factor * two[0] + terms.share * low(more[i]);
+                float b = terms.factor * two[1] + terms.share * high(more[i]);
+                if (box % 3 == 0 && i % 3 == 0 && k == warp) a += diagonal[0], b += diagonal[1];
+                y[box][k][i] = pair(a, b);
+            }
+            store_matrices(rows(box, k), y[box][k]);
+        }
+    if (at.counts)
+        store_tile(out, at.row * HEIGHT, at.column * WIDTH, result, group, at.matrix);
+    if (at.row != at.column) {
+        result_free(group);
+        // A warp's 16 rows become 16 columns: where lane i has row i % 8 of 8 x 8 numbers
+        real* turned = result + (lane / 16 * 8 + lane % 8) * 64 +
+                       ((2 * warp + lane / 8 % 2) ^ lane % 8) * W;
+#pragma unroll
+        for (int box = 0; box < 4; box++)
+#pragma unroll
+            for (int k = 0; k < 4; k++)
+                store_matrices_transposed(
+                    turned + (box % 2 * 2 + box / 2) * BOX + k * 16 * 64, y[box][k]);
+        store_tile(out, at.column * WIDTH, at.row * HEIGHT, result, group, at.matrix);
+    }
+    if (terms.with_add) {
+        if (threadIdx.x % 128 == 0) stores_read();
+        shared_written();
+    }
+}
+
+template <bool of_columns>
+__device__ void symmetric_product(const Tiles& out, const Tiles& l, const Tiles& r,
+                                  const Tiles& add, const Terms& terms, const Sizes& sizes) {
+    DYNAMIC_SHARED(real, stages);
+    real* results = stages + STAGES * STAGE;  // one for each warpgroup
+    __shared__ Waits waits;
+    if (threadIdx.x == 0) {
+        for (auto& mbarrier : waits.full) mbarrier_start(mbarrier, 1);
+        for (auto& mbarrier : waits.empty) mbarrier_start(mbarrier, 4 * CLUSTER);  // warps
+        for (int i = 0; i < 2; i++) {
+            mbarrier_start(waits.add_there[i], 1), mbarrier_start(waits.result_read[i], 4);
+            mbarrier_start(waits.my_turn[i], 4);
+        }
+    }
+    cluster_sync();
+
+    if (threadIdx.x >= WORKERS) {
+        keep_registers<40>();
+        if (threadIdx.x == WORKERS) load_panels<of_columns>(stages, waits, l, r, sizes);
+        if (terms.with_add && threadIdx.x == WORKERS + 32) load_add(results, waits, add, sizes);
+    } else {
+        take_registers<232>();
+        int group = __shfl_sync(FULL_WARP, threadIdx.x / 128, 0);
+        real* result = results + group * TILE_SIZE;
+        int steps = (sizes.length + 63) / 64, done = 0;  // tiles
+        unsigned step = group * steps;
+        for (int item = blockIdx.x / 2 + group * (gridDim.x / 2); item < sizes.items();
+             item += gridDim.x, step += steps, done++) {
+            TileAt at(item, sizes);
+            int a = at.rows ? 0 : 2 * BOX, b = at.columns ? 2 * BOX : 0;  // where its panels are
+            TileResult x;
+            mbarrier_wait(waits.my_turn[group], (done + (group == 0)) % 2);  // 0 is first
+            for (int i = 0; i < steps; i++, step++) {
+                mbarrier_wait(waits.full[step % STAGES], step / STAGES % 2);
+                const real* stage = stages + step % STAGES * STAGE;
+                multiply_stage<of_columns, of_columns>(x, stage + a, stage + b, i > 0);
+                wait_for_products<1>(x);  // so the stage before is empty
+                if (i > 0) warp_arrives_at_all(waits.empty[(step - 1) % STAGES]);
+            }
+            warp_arrives(waits.my_turn[group ^ 1]);
+            wait_for_products<0>(x);
+            warp_arrives_at_all(waits.empty[(step - 1) % STAGES]);
+            if (terms.with_add) mbarrier_wait(waits.add_there[group], done % 2);
+            finish(out, x, at, result, group, terms);
+            if (terms.with_add) warp_arrives(waits.result_read[group]);
+        }
+        if (threadIdx.x % 128 == 0) stores_arrive();
+    }
+    cluster_sync();  // the other block may still arrive at mbarriers of this one
+}
+
+}  // namespace turns::symmetric
+
+#ifdef __CUDACC__  // Clusters of two blocks. read_kernels does not know this word in a definition
+extern "C" __global__ void __cluster_dims__(2, 1, 1) matmul_symmetric(
+    const __grid_constant__ Tiles, const __grid_constant__ Tiles, const __grid_constant__ Tiles,
+    const __grid_constant__ Tiles, float, float, float, int, int, int, int, int);
+extern "C" __global__ void __cluster_dims__(2, 1, 1) matmul_symmetric_of_columns(
+    const __grid_constant__ Tiles, const __grid_constant__ Tiles, const __grid_constant__ Tiles,
+    const __grid_constant__ Tiles, float, float, float, int, int, int, int, int);
+#endif
+
+// out (matrices,side,side) = factor * l r' + share * add + diagonal * I, of l and r (side,length).
+// same: whether l and r are one array. add is not out; without with_add it is not read. Items:
+// blocks, an even number of them.
+BLOCK(384, 1)
+extern "C" __global__ void __launch_bounds__(384, 1) matmul_symmetric(
+    const __grid_constant__ Tiles out, const __grid_constant__ Tiles l,
+    const __grid_constant__ Tiles r, const __grid_constant__ Tiles add, float factor, float share,
+    float diagonal, int with_add, int same, int matrices, int side, int length) {
+    turns::symmetric::symmetric_product<false>(
+        out, l, r, add, {factor, share, diagonal, with_add != 0},
+        {matrices, side, length, same != 0});
+}
+
+// The same with l' r, of l and r (length,side).
+BLOCK(384, 1)
+extern "C" __global__ void __launch_bounds__(384, 1) matmul_symmetric_of_columns(
+    const __grid_constant__ Tiles out, const __grid_constant__ Tiles l,
+    const __grid_constant__ Tiles r, const __grid_constant__ Tiles add, float factor, float share,
+    float diagonal, int with_add, int same, int matrices, int side, int length) {
+    turns::symmetric::symmetric_product<true>(
+        out, l, r, add, {factor, share, diagonal, with_add != 0},
+        {matrices, side, length, same != 0});
+}

@@ -1,0 +1,178 @@
+// What kernels for Hopper share whose two warpgroups take turns: while one multiplies a tile of
+// 128 x 128, the other one has its tile in registers, works on it, and has TMA store it.
+// gelu_products.cu says how that works. This file is compiled behind kernels.cu and hopper.cuh with
+// -DBF16 -DHOPPER, in front of the files that use it. Each of them may bring it, so it may be there
+// twice.
+#ifndef HOPPER_TURNS
+#define HOPPER_TURNS
+static_assert(HOPPER, "compile it with -DBF16 -DHOPPER");
+
+namespace turns {  // other files beside kernels.cu use some of these names, too
+
+constexpr int BOX = 64 * 64;                     // numbers that TMA copies at a time
+constexpr int HEIGHT = 128, WIDTH = 128;         // of a tile
+constexpr int STAGES = 5;                        // steps of 64 channels, loaded or multiplied
+constexpr int TILE_SIZE = HEIGHT * WIDTH, STAGE = (HEIGHT + WIDTH) * 64;  // in numbers
+constexpr int WORKERS = 2 * 128;                 // threads of the two warpgroups that multiply
+using TileResult = Result<2 * WIDTH>;            // x[0][n]: rows 0..63, then 64..127
+
+#ifdef __CUDACC__
+// D (64,128) = A (64,16) B (16,128), or with `add` D += A B. Each warp has 16 rows of D. A is 16
+// channels of 64 rows; or, a_of_rows, A' is 64 columns of 16 rows. So is B', of 128 rows; or,
+// b_of_rows, B is 128 columns of 16 rows.
+template <bool b_of_rows, bool a_of_rows>
+__device__ void wgmma_wide(float (*d)[4], unsigned long long a, unsigned long long b, bool add) {
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %66, 0;"
+                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
+                 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
+                 "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
+                 "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,"
+                 "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}, "
+                 "%64, %65, p, 1, 1, %67, %68;}"
+                 : FLOATS32(d), FLOATS32((d + 8))
+                 : "l"(a), "l"(b), "r"((int)add), "n"((int)a_of_rows), "n"((int)b_of_rows));
+}
+
+// All threads of a warpgroup wait for each other.
+__device__ void warpgroup_sync(int group) {
+    asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory");
+}
+
+// The opposite of load_matrices: lane i gives the address of row i % 8 of matrix i / 8.
+__device__ void store_matrices(real* row, const Pair (&x)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};"
+                 ::"r"(shared_address(row)), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
+}
+
+// And with the 8 x 8 matrices transposed.
+__device__ void store_matrices_transposed(real* row, const Pair (&x)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};"
+                 ::"r"(shared_address(row)), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
+}
+
+// Starts to copy a box from shared memory to one of several matrices, from (row, c) on. TMA leaves
+// out what is beyond the matrix.
+__device__ void store_box(const Tiles* map, int c, int row, const real* box, int matrix = 0) {
+    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group "
+                 "[%0, {%1, %2, %3, %4}], [%5];"
+                 ::"l"(map), "r"(c), "r"(0), "r"(row), "r"(matrix), "r"(shared_address(box))
+                 : "memory");
+}
+
+constexpr int CLUSTER = 2;  // blocks that share rows
+
+// Until all threads of the cluster are here. Shared memory of the other block may be used between
+// the first call and the last.
+__device__ void cluster_sync() {
+    asm volatile("barrier.cluster.arrive; barrier.cluster.wait;" ::: "memory");
+}
+// Arrives at the mbarrier of block `rank` of this cluster.
+__device__ void mbarrier_arrive_at(unsigned long long& mbarrier, int rank) {
+    asm volatile("{.reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;"
+                 "mbarrier.arrive.shared::cluster.b64 _, [there];}"
+                 ::"r"(shared_address(&mbarrier)), "r"(rank) : "memory");
+}
+// Starts to copy a box to the same place of both blocks. Each one's own mbarrier counts its bytes,
+// which must be expected there.
+__device__ void copy_box_to_both(
+    real* box, const Tiles* map, int c, int row, int matrix, unsigned long long& mbarrier) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+                 ".multicast::cluster [%0], [%1, {%2, %3, %4, %5}], [%6], %7;"
+                 ::"r"(shared_address(box)), "l"(map), "r"(c), "r"(0), "r"(row), "r"(matrix),
+                   "r"(shared_address(&mbarrier)), "h"((unsigned short)3) : "memory");
+}
+__device__ void expect_bytes(int bytes, unsigned long long& mbarrier) {
+    asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;"
+                 ::"r"(shared_address(&mbarrier)), "r"(bytes) : "memory");
+}
+// Loads two boxes of one matrix for both blocks: each block one of them. The second begins `right`
+// channels and `down` rows behind the first.
+__device__ void load_for_both(real* boxes, const Tiles& map, int c, int row, int matrix, int right,
+                              int down, unsigned long long& full) {
+    int own = blockIdx.x % 2;
+    expect_bytes(2 * BOX * sizeof(real), full);
+    copy_box_to_both(boxes + own * BOX, &map, c + own * right, row + own * down, matrix, full);
+}
+#else  // a CPU has no clusters: a block loads both boxes itself
+constexpr int CLUSTER = 1;
+__device__ void cluster_sync() { __syncthreads(); }
+__device__ void mbarrier_arrive_at(unsigned long long& mbarrier, int) { mbarrier_arrive(mbarrier); }
+__device__ void load_for_both(real* boxes, const Tiles& map, int c, int row, int matrix, int right,
+                              int down, unsigned long long& full) {
+    for (int box = 0; box < 2; box++)
+        copy_box(boxes + box * BOX, &map, c + box * right, 0, row + box * down, matrix, full);
+}
+#endif
+
+// As warp_arrives, at the mbarriers of all blocks of the cluster.
+__device__ void warp_arrives_at_all(unsigned long long& mbarrier) {
+    __syncwarp();
+    if (threadIdx.x % 32 < CLUSTER) mbarrier_arrive_at(mbarrier, threadIdx.x % 32);
+}
+
+// As address16, but in a cluster an address also says in its upper bits which block's memory it is
+// in. In a description they would change the leading offset.
+__device__ unsigned own_address16(const real* tile) { return address16(tile) % (1 << 14); }
+
+// x = A B of a stage, or with `add` x += A B. A is (HEIGHT,64), or A' (64,HEIGHT) if a_of_rows; B,
+// (64,WIDTH) if b_of_rows, else B' (WIDTH,64). Each is two boxes.
+template <bool b_of_rows, bool a_of_rows = false>
+__device__ void multiply_stage(TileResult& x, const real* of_a, const real* of_b, bool add) {
+    auto a = describe(own_address16(of_a)), b = describe(own_address16(of_b));
+    if (b_of_rows) b += (unsigned long long)(BOX / W - 1) << 16;  // to the next 64 columns
+    wgmma_fence(x.x);
+#pragma unroll
+    for (int k = 0; k < 64; k += 16)
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+            wgmma_wide<b_of_rows, a_of_rows>(
+                x.x[0] + WIDTH / 8 * half,
+                further(a, (half * BOX + (a_of_rows ? k * 64 : k)) / W),
+                further(b, (b_of_rows ? k * 64 : k) / W), add || k > 0);
+    wgmma_commit();
+}
+
+// A warpgroup's result in shared memory is four boxes: two side by side, and two below. A warp has
+// 16 rows of each box. Of these it has, for k = 0..3, columns 16 k .. 16 k + 15 in registers as an
+// A of mma: each lane has four Pairs of neighbouring columns. For load_matrices and store_matrices,
+// this says where a lane's 8 columns begin, in 16 rows of the first box. Thanks to the 128-byte
+// swizzle the same columns of 8 rows are in different banks.
+struct RowsOfLane {
+    real* of[4];
+    __device__ RowsOfLane(real* box, int row) {
+        unsigned lane = forget(threadIdx.x) % 32;
+#pragma unroll
+        for (int k = 0; k < 4; k++)
+            of[k] = box + (row + lane % 16) * 64 + ((2 * k + lane / 16) ^ lane % 8) * W;
+    }
+    __device__ real* operator()(int box, int k) const { return of[k] + box * BOX; }
+};
+__device__ int first_row_of_warp() { return forget(threadIdx.x) / 32 % 4 * 16; }
+
+// The two numbers of the product that become Pair i of these columns.
+__device__ const float* two_of(const TileResult& x, int box, int k, int i) {
+    return x.x[0][8 * box + 2 * k + i / 2] + i % 2 * 2;
+}
+__device__ float low(Pair two) { return __uint_as_float(two << 16); }
+__device__ float high(Pair two) { return __uint_as_float(two & 0xffff0000); }
+
+// When all threads of the warpgroup have left their part of the result, one has TMA store it.
+__device__ void store_tile(
+    const Tiles& to, int row, int column, const real* result, int group, int matrix = 0) {
+    shared_written();
+    warpgroup_sync(group);
+    if (threadIdx.x % 128 == 0) {
+        for (int box = 0; box < 4; box++)
+            store_box(&to, column + box % 2 * 64, row + box / 2 * 64, result + box * BOX, matrix);
+        stores_commit();
+    }
+    __syncwarp();
+}
+// After this the result may be overwritten: TMA has read it.
+__device__ void result_free(int group) {
+    if (threadIdx.x % 128 == 0) stores_read();
+    warpgroup_sync(group);
+}
+
+}  // namespace turns
+#endif

@@ -1,0 +1,236 @@
+"""Test Muon's symmetric products of dev/features/hopper/symmetric.cu: on a CPU as on Hopper, and on
+a Hopper GPU.
+
+    pytest dev/tests/test_symmetric.py -k planted --faults 99   # all planted faults
+"""
+import contextlib
+import os
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from dev.bench import time_kernels
+from dev.common.bf16 import to_bf16
+from dev.common.config import Config
+from dev.cpu import races
+from dev.cpu.emulated import Emulated
+from dev.features import muon
+from dev.features.declare import stack
+from dev.features.devices import device_class
+from dev.features.hopper import symmetric
+from dev.features.hopper.symmetric import fits, pairs_of_tiles
+from dev.lab.ladder import parse_sizes
+from dev.tests.checks import EXACT, check
+from dev.tests.models import in_each_order
+from dev.tests.test_gelu_products import with_fault
+from dev.tests.test_muon import KERNELS, hurtful, orthogonalize_on, orthogonalized
+from prepro_tinyshakespeare import UserError
+from train_gpt2 import BF16, to_float
+
+# What is wrong, in symmetric.cu or turns.cuh, and what a CPU says or the first wrong result
+FAULTS = (
+    ("a tile that is not mirrored", "if (at.row != at.column) {", "if (false) {", "gram"),
+    ("mirrored to where it was", "at.column * WIDTH, at.row * HEIGHT, result",
+     "at.row * WIDTH, at.column * HEIGHT, result", "gram"),
+    ("mirrored before TMA has read the tile", "        result_free(group);\n        // A warp's",
+     "        // A warp's", "race"),
+    ("8 x 8 that are not transposed", "store_matrices_transposed(\n", "store_matrices(\n", "gram"),
+    ("boxes not exchanged", "(box % 2 * 2 + box / 2) * BOX", "box * BOX", "gram"),
+    ("another warp's columns", "(2 * warp + lane / 8 % 2)", "(2 * (warp ^ 1) + lane / 8 % 2)",
+     "gram"),
+    ("the wrong panel for both", "item / pairs", "(item + 1) / pairs % sizes.matrices", "gram"),
+    ("no tiles alone", "(matrices * alone() + 1) / 2", "0", "gram"),
+    ("an odd tile left out", "(matrices * alone() + 1) / 2", "matrices * alone() / 2", "gram"),
+    ("rows of the next matrix", "copy_box(boxes + box * BOX, &map, c + box * right, 0, "
+     "row + box * down, matrix, full);\n    }\n}\n\n// One",
+     "copy_box(boxes + box * BOX, &map, c + box * right, 0, row + box * down, 0, full);\n"
+     "    }\n}\n\n// One", "gram"),
+    ("one panel where there are two", "columns = pair || !sizes.same", "columns = pair", "of two"),
+    ("half of the factor", "terms.factor * two[0]", "0.5f * terms.factor * two[0]", "gram"),
+    ("without add", "terms.share * low(more[i])", "0.0f", "poly"),
+    ("the diagonal of other warps", "&& k == warp) a", "&& k == (warp ^ 1)) a", "poly"),
+    ("half of the diagonal", "b += diagonal[1];", ";", "poly"),
+    ("a diagonal in other tiles", "at.row == at.column && lane / 4", "lane / 4", "poly"),
+    ("add arrives before the last result was read",
+     "mbarrier_wait(waits.result_read[n % 2], n / 2 % 2 ^ 1);\n        for (int box = 0; box < 4",
+     "for (int box = 0; box < 4", "poly"),
+    ("nobody waits for add", "if (terms.with_add) mbarrier_wait(waits.add_there[group], done % 2);",
+     "", "poly"),
+    ("half of what is summed", "k < sizes.length; k += 64", "k < sizes.length; k += 128", "stuck"),
+    ("no turns", "mbarrier_wait(waits.my_turn[group], (done + (group == 0)) % 2);", "", "stuck"),
+    ("stores that nobody waits for at the end", "if (threadIdx.x % 128 == 0) stores_arrive();", "",
+     "gram"),
+    ("x as if it were x'", "int c = of_columns ? first : k, row = of_columns ? k : first;",
+     "int c = k, row = first;", "gram"),
+    ("columns as rows for the tensor cores",
+     "further(a, (half * BOX + (a_of_rows ? k * 64 : k)) / W)",
+     "further(a, (half * BOX + k) / W)", "gram"),
+)
+
+
+@pytest.fixture
+def faults(pytestconfig):
+    return pytestconfig.option.faults
+
+
+def small_device(sources=symmetric.SOURCES, flags="-O1 -DHOPPER", own=True):
+    """A CPU with the kernels and Muon's, as on Hopper; or not own: with Muon's alone."""
+    mixins = [symmetric.OwnSymmetric] if own else []
+    with mock.patch.dict(os.environ, CXXFLAGS=flags), contextlib.redirect_stdout(None):
+        return stack(Emulated, [*mixins, muon.BatchOnCpu])(
+            "bf16", Config(C=768, NH=12), [*sources, muon.SOURCE],
+            only={*KERNELS, *time_kernels.SYMMETRIC_KERNELS})
+
+
+def device_for(device_name):
+    """The device, or None if its GPU is no Hopper."""
+    if device_name != "cuda":
+        return small_device()
+    device = stack(device_class("cuda"), [symmetric.OwnSymmetric, muon.BatchOnGpu])(
+        "bf16", Config(C=768, NH=12), [*symmetric.SOURCES, muon.SOURCE])
+    if not device.hopper:
+        print("skipped: this GPU is no Hopper")
+    return device if device.hopper else None
+
+
+def test_products(device_name):
+    """The products against NumPy in float64, at sizes with ragged rows, and their symmetry."""
+    device = device_for(device_name)
+    sizes = [*time_kernels.SYMMETRIC_CHECKS]
+    if device_name == "cuda":  # more tiles than multiprocessors, and an odd number of them alone
+        sizes += ["n=15,rows=768,columns=1032", "n=13,rows=1600,columns=640"]
+    for text in sizes if device else ():
+        a = time_kernels.drawn_matrices(device, **parse_sizes(text))
+        for order, found in in_each_order(device, time_kernels.symmetric_faults, device, a):
+            for what, error, limit in found:
+                check(f"{text} {order} {what}", error <= limit, f"{error:.1e}")
+
+
+def test_bits(device_name):
+    """Ten runs give the same bits; in a matrix the others' number does not matter."""
+    device = device_for(device_name)
+    if not device:
+        return
+    big = device_name == "cuda"
+    a = time_kernels.drawn_matrices(device, *((20, 768, 768) if big else (3, 264, 136)))
+    found = []
+    for _ in range(10 if big else 2):
+        out = time_kernels.array_on(device, a.gram.shape, BF16)
+        symmetric.multiply(device, out, a.x, add=a.gram, share=0.5)
+        found.append(device.get(out))
+    check("same bits", all((each == found[0]).all() for each in found))
+    alone = time_kernels.array_on(device, a.gram[:1].shape, BF16)
+    symmetric.multiply(device, alone, a.x[1:2], add=a.gram[1:2], share=0.5)
+    yield "one matrix of several", device.get(alone)[0], found[0][1], EXACT
+
+
+def test_tiles():
+    """Each tile on or above the diagonal is computed once: counted from the kernel's enumeration,
+    as pairs, and one twice if they are odd."""
+    for matrices in (1, 2, 3, 12, 48):
+        for side in (8, 128, 136, 256, 392, 768, 1600):
+            panels = -(-side // 128)
+            tiles = matrices * panels * (panels + 1) // 2
+            check(f"{matrices} of {side}", pairs_of_tiles(matrices, side) == -(-tiles // 2))
+
+
+def test_orthogonalize(device_name):
+    """Hurtful matrices, with chains and without, against a singular value decomposition: as near to
+    it as with the products of other devices, where a bf16 says anything, and their singular values
+    within the band."""
+    device = device_for(device_name)
+    shapes = ((64, 64), (32, 288), (200, 32), (128, 160))
+    if device_name == "cuda":
+        shapes += ((768, 768), (768, 3072), (3072, 768), (136, 280))
+    other = small_device(own=False)
+    for rows, columns in shapes if device else ():
+        cases = hurtful(rows, columns)
+        stored = np.stack([*cases.values()]).astype(np.float32)
+        found = orthogonalize_on(device, stored)
+        plain = orthogonalize_on(other, stored) if rows * columns < 50_000 else [None] * len(cases)
+        for what, x, result, beside in zip(cases, stored, found, plain):
+            name = f"{rows}x{columns} {what}"
+            s = np.linalg.svd(result.astype(np.float64), compute_uv=False)
+            check(f"{name}: the largest", s.max() < 1.28, s.max())
+            if "rank" in what or what == "zeros":
+                check(f"{name}: finite", np.isfinite(result).all())
+                continue
+            wish = orthogonalized(to_float(to_bf16(x)))
+            error = time_kernels.off(result, wish)
+            check(f"{name}: the matrix", error < 0.04, error)
+            if beside is not None:
+                plain_error = time_kernels.off(beside, wish)
+                check(f"{name}: as others", error < 3 * plain_error, (error, plain_error))
+
+
+def test_which(device_name):
+    """Chains of products are for matrices of which one side is twice the other; other devices'
+    products for what does not fit. The result is where it says, and gram and poly are enough."""
+    device = small_device()
+    multiplied, applied = [], []
+    launch, batch = device.launch, device.matmul_batch
+    device.launch = lambda name, *args, **more: (multiplied.append(name),
+                                                 launch(name, *args, **more))
+    device.matmul_batch = lambda *args: (applied.append(len(args)), batch(*args))
+
+    def count(rows, columns):
+        multiplied.clear(), applied.clear()
+        side = min(rows, columns)
+        x, y = (time_kernels.array_on(device, (2, rows, columns), BF16) for _ in "xy")
+        x[...] = to_bf16(np.eye(rows, columns, dtype=np.float32) / side**0.5)
+        made = device.orthogonalize(
+            x, y, *(time_kernels.array_on(device, (2, side, side), BF16) for _ in "gp"))
+        check(f"{rows}x{columns}: where it is", made is x or made is y)
+        wish = orthogonalized(np.eye(rows, columns) / side**0.5)
+        check(f"{rows}x{columns}: the result", time_kernels.off(to_float(made[1]), wish) < 0.02)
+        return len(multiplied), len(applied)
+
+    check("square", count(64, 64) == (10, 5))
+    check("less than twice", count(64, 120) == (10, 5))
+    check("twice", count(64, 128) == (2 + 5 + 3 * 3, 2))
+    check("tall", count(200, 64) == (16, 2))
+    check("no multiple of 8", count(60, 64) == (0, 15))
+
+
+def test_choice():
+    """What the kernels cannot multiply."""
+    x = np.empty((2, 64, 128), BF16)
+    check("fits", fits(x, x[1:]))
+    for what, array in (("fp32", x.view(np.uint16).astype(np.float32)),
+                        ("part of rows", x[:, :, :64]),
+                        ("rows that TMA cannot address", np.empty((2, 64, 60), BF16))):
+        check(f"does not fit: {what}", not fits(array))
+
+
+def wrong(device, *sizes):
+    """The first wrong result, or "stuck" or a race, or ""."""
+    for text in sizes:
+        a = time_kernels.drawn_matrices(device, **parse_sizes(text))
+        try:
+            found = time_kernels.symmetric_faults(device, a)
+        except UserError as e:
+            return f"{e}"
+        bad = next((what for what, error, limit in found if not error <= limit), "")
+        if bad:
+            return bad.partition(":")[0]
+    return ""
+
+
+SIZES = "n=3,rows=392,columns=136", "n=3,rows=264,columns=264"
+
+
+def test_planted(folder, faults):
+    """The first so many planted faults are found."""
+    check("without a fault", wrong(small_device(), *SIZES) == "")
+    for what, old, new, wish in FAULTS[:faults]:
+        sources = with_fault(symmetric.SOURCES, old, new, folder)
+        flags = f"-O1 -DHOPPER {races.FLAG}" * (wish == "race") or "-O1 -DHOPPER"
+        said = wrong(small_device(sources, flags), *SIZES)
+        check(what, wish in said if wish in ("stuck", "race") else said == wish, said)
+
+
+def test_no_races():
+    """No access is a race."""
+    device = small_device(flags=f"-O1 -DHOPPER {races.FLAG}")
+    check("no races", wrong(device, "n=1,rows=264,columns=64") == "")
