@@ -258,6 +258,12 @@ EXERCISES = {row.kernel: row for row in (
              ("A thread takes the row n = i / OC of inp and the row oc = i % OC of weight.",
               "For tiles write BLOCK(1024, 32, 32): then blockIdx.x counts tiles of columns, and "
               "blockIdx.y tiles of rows."), NUMBERS + " shared", plane="OC, N"),
+    Exercise("gram", "gram1", "a symmetric product: half of the numbers are enough",
+             "a number of out",
+             ("Number i of out is in matrix i / T / T, row i / T % T and column i % T.",
+              "A thread below the diagonal returns at once. The others store their number twice: "
+              "the second time in row i % T and column i / T % T."),
+             axes="b t s"),
     Exercise("repeat_kv_backward", "repeat_kv_backward2", "a sum over copies, without atomics",
              "a number of dinp",
              ("A thread takes a number of dinp and adds up its copies in dout.",

@@ -446,6 +446,16 @@ PRODUCT = [
     *parts(product, "the sum over c")]
 
 
+def gram(a, part=slice(None), other=lambda x: x):
+    x = a.inp[..., part]
+    return dict(out=x @ transposed(other(x)))
+
+
+GRAM = [*of(gram, ("all matrices are multiplied with the first one",
+                   dict(other=lambda x: np.broadcast_to(x[:1], x.shape)))),
+        *parts(gram, "the sum over c")]
+
+
 # ---- A thread computes a number: a sum, GELU, SwiGLU, AdamW
 
 ROOT = math.sqrt(8 / math.pi)
@@ -878,7 +888,8 @@ MISTAKES = dict(
     softmax_forward=SOFTMAX, rmsnorm_forward=RMSNORM,
     layernorm_forward=layernorm_mistakes(layernorm), fused_residual_forward=FUSED,
     crossentropy_forward=LOSS, classifier_fused=CLASSIFIER, global_norm=NORM_OF,
-    matmul_forward=PRODUCT, repeat_kv_backward=SUMMED, encoder_backward=EMBEDDING_GRADIENT,
+    matmul_forward=PRODUCT, gram=GRAM, repeat_kv_backward=SUMMED,
+    encoder_backward=EMBEDDING_GRADIENT,
     rmsnorm_backward=RMSNORM_GRADIENT, layernorm_backward=LAYERNORM_GRADIENT,
     relu_attention_forward=RELU_ATTENTION, trimat_forward=SCORES,
     attention_forward=ATTENTION, gqa_forward=[*ATTENTION, *of(attend, GROUPED)],

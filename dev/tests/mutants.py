@@ -35,8 +35,8 @@ TOP = Path(__file__).resolve().parents[2]
 
 LAB = "dev/lab/kernels"
 # Files whose barriers are taken away in tests of their own, if at all.
-OWN_TESTS = ("attention_five.cu", "gelu_products.cu", "hopper.cuh", "fused_biases.cu",
-             "label_smoothing.cu", "muon.cu", "kv_cache.cu")
+OWN_TESTS = ("attention_five.cu", "gelu_products.cu", "symmetric.cu", "hopper.cuh", "turns.cuh",
+             "fused_biases.cu", "label_smoothing.cu", "muon.cu", "kv_cache.cu")
 BARRIER = re.compile(r"__sync(threads|warp)\(\);")
 DEFINITION = re.compile(r"^(?:extern \"C\" )?(?:__global__|__device__)[^;{]*?(\w+)\(", re.M)
 

@@ -214,6 +214,7 @@ PLANTS = (
           "to_float(w[c])",
           "to_float(w[c * OC])"),
     plant("matmul_forward", "over c leaves out its first", "int c = 0;", "int c = 1;"),
+    plant("gram", "multiplied with the first one", "(i / T / T * T + i % T) * C", "i % T * C"),
     plant("repeat_kv_backward", "only the first copy", "j < copies", "j < 1"),
     plant("repeat_kv_backward", "h % NKV", "(h - NH) % NKV * copies", "(h - NH) % NKV",
           "first + j)",
