@@ -35,8 +35,10 @@ update are as large as AdamW's usually are (Liu et al. 2025, arXiv 2502.16982, s
 
 The queries', keys' and values' matrices in qkvw are orthogonalized one by one, and so are Llama's
 up and gate. Matrices of one shape are multiplied together in batches, which fill a GPU although
-each is small. Their workspace is the memory of the logits, which nobody reads after the backward
-pass. The hidden matrices have no second moment: --optimizer muon takes 4 bytes a number less.
+each is small; on Hopper dev/features/hopper/symmetric.py makes half of what is symmetric, with
+fewer large products. Their workspace is the memory of the logits, which nobody reads after the
+backward pass. The hidden matrices have no second moment: --optimizer muon takes 4 bytes a number
+less.
 
 The state file (state_*.bin) keeps the layout of llm.c's, with the momentum in place of m, and zeros
 in place of the v that is not there. Its version is 2, so that neither llm.c nor a run with AdamW

@@ -318,6 +318,8 @@ def test_files_of_a_run(device_name, folder):
             for dtype in ("fp32", "bf16", "fp8") for more in ([], [
                 "--moments", "bf16", "--ema", "0.9", "-sl", "5"], ["--label-smoothing", "0.1"], [
                     "--dropout", "0.1", "--mask", "1"])]
+    runs += [(*of, 90, dtype, ["--optimizer", "muon"])
+             for of, dtype in ((gpt2, "bf16"), (llama, "fp8"))]
     tokens = f"{folder}/tokens.bin"
     two_token_files(folder)
     write_mask(tokens, np.array(read_tokens(tokens, 257)), np.ones(200))
@@ -344,7 +346,7 @@ def test_files_of_a_run(device_name, folder):
     wish = {"kernels.cu", "llama3.cu", "hopper.cuh", "attention_five.cu", "gelu_products.cu",
             "fp8.cu", "moments.cu",
             "ema.cu", "outliers.cu", "label_smoothing.cu", "fused_biases.cu", "dropout.cu",
-            "masked.cu", "kv_cache.cu"}
+            "masked.cu", "kv_cache.cu", "turns.cuh", "muon.cu", "symmetric.cu"}
     check("all files were there", files == wish, files ^ wish)
 
 

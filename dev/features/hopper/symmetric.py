@@ -28,6 +28,7 @@ SOURCE = Path(__file__).resolve().with_suffix(".cu")
 SOURCES = (SOURCE.with_name("hopper.cuh"), SOURCE.with_name("turns.cuh"), SOURCE)
 CHAINS = (3, 2)  # iterations for which X is multiplied once, if one side is twice the other
 SINGLY = (1,) * len(COEFFICIENTS)
+DTYPES = "bf16", "fp8"  # FP8 is for layers' products: the optimizer's are in bf16
 
 
 def fits(*arrays):
@@ -102,7 +103,7 @@ class OwnSymmetric:
 
 FEATURE = Feature(
     "symmetric products",
-    lambda flags, ranks: flags.optimizer == "muon" and is_fast(flags) and flags.dtype == "bf16",
+    lambda flags, ranks: flags.optimizer == "muon" and is_fast(flags) and flags.dtype in DTYPES,
     device=OwnSymmetric, sources=SOURCES,
     compiled=lambda flags, c: gpus.capability() == 90 and c.C // c.NH in range(64, 129, 8),
     chapter="symmetric products")
