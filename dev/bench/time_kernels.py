@@ -474,7 +474,7 @@ def symmetric_products(device, a):
     with_all = f["factor"] * gram @ gram + f["share"] * poly
     with_all += f["diagonal"] * np.eye(wish.shape[1])
     return {
-        "gram": (lambda out: symmetric.multiply(device, out, a.x), wish),
+        "gram": (lambda out: symmetric.multiply(device, out, a.x, backwards=True), wish),
         "poly": (lambda out: symmetric.multiply(device, out, a.gram, add=a.poly, **f), with_all),
         "of two": (lambda out: symmetric.multiply(device, out, a.gram, a.poly), gram @ poly)}
 
@@ -523,7 +523,7 @@ def time_symmetric(device, text, peers):
 
     for _ in range(2):
         rows = {
-            "gram": (lambda: symmetric.multiply(device, out, x),
+            "gram": (lambda: symmetric.multiply(device, out, x, backwards=True),
                      lambda: library(out, *((across, x) if tall else (x, across)))),
             "poly": (lambda: symmetric.multiply(device, out, a.gram, add=a.gram, **FACTORS),
                      lambda: library(out, a.gram, a.gram, of_c, a.gram, of_b)),

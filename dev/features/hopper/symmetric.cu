@@ -28,6 +28,7 @@ namespace turns::symmetric {
 struct Sizes {
     int matrices, side, length;
     bool same;  // are l and r?
+    bool backwards;  // whether the last matrix comes first
     __device__ int panels() const { return (side + HEIGHT - 1) / HEIGHT; }
     __device__ int bands() const { return panels() / 2; }
     __device__ int pairs() const { return bands() * (panels() - bands()); }  // of a matrix
@@ -44,6 +45,7 @@ struct TileAt {
     bool counts;         // not if the last tile has no other beside it: then both blocks have it
     __device__ TileAt(int item, const Sizes& sizes) {
         int block = blockIdx.x % 2, pairs = sizes.pairs(), alone = sizes.alone();
+        if (sizes.backwards) item = sizes.items() - 1 - item;
         pair = item < sizes.matrices * pairs;
         if (pair) {
             matrix = item / pairs;
@@ -232,23 +234,23 @@ __device__ void symmetric_product(const Tiles& out, const Tiles& l, const Tiles&
 #ifdef __CUDACC__  // Clusters of two blocks. read_kernels does not know this word in a definition
 extern "C" __global__ void __cluster_dims__(2, 1, 1) matmul_symmetric(
     const __grid_constant__ Tiles, const __grid_constant__ Tiles, const __grid_constant__ Tiles,
-    const __grid_constant__ Tiles, float, float, float, int, int, int, int, int);
+    const __grid_constant__ Tiles, float, float, float, int, int, int, int, int, int);
 extern "C" __global__ void __cluster_dims__(2, 1, 1) matmul_symmetric_of_columns(
     const __grid_constant__ Tiles, const __grid_constant__ Tiles, const __grid_constant__ Tiles,
-    const __grid_constant__ Tiles, float, float, float, int, int, int, int, int);
+    const __grid_constant__ Tiles, float, float, float, int, int, int, int, int, int);
 #endif
 
 // out (matrices,side,side) = factor * l r' + share * add + diagonal * I, of l and r (side,length).
-// same: whether l and r are one array. add is not out; without with_add it is not read. Items:
-// blocks, an even number of them.
+// same: whether l and r are one array. add is not out; without with_add it is not read. backwards:
+// whether the last matrix is first. Items: blocks, an even number of them.
 BLOCK(384, 1)
 extern "C" __global__ void __launch_bounds__(384, 1) matmul_symmetric(
     const __grid_constant__ Tiles out, const __grid_constant__ Tiles l,
     const __grid_constant__ Tiles r, const __grid_constant__ Tiles add, float factor, float share,
-    float diagonal, int with_add, int same, int matrices, int side, int length) {
+    float diagonal, int with_add, int same, int backwards, int matrices, int side, int length) {
     turns::symmetric::symmetric_product<false>(
         out, l, r, add, {factor, share, diagonal, with_add != 0},
-        {matrices, side, length, same != 0});
+        {matrices, side, length, same != 0, backwards != 0});
 }
 
 // The same with l' r, of l and r (length,side).
@@ -256,8 +258,8 @@ BLOCK(384, 1)
 extern "C" __global__ void __launch_bounds__(384, 1) matmul_symmetric_of_columns(
     const __grid_constant__ Tiles out, const __grid_constant__ Tiles l,
     const __grid_constant__ Tiles r, const __grid_constant__ Tiles add, float factor, float share,
-    float diagonal, int with_add, int same, int matrices, int side, int length) {
+    float diagonal, int with_add, int same, int backwards, int matrices, int side, int length) {
     turns::symmetric::symmetric_product<true>(
         out, l, r, add, {factor, share, diagonal, with_add != 0},
-        {matrices, side, length, same != 0});
+        {matrices, side, length, same != 0, backwards != 0});
 }

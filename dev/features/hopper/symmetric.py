@@ -44,18 +44,20 @@ def pairs_of_tiles(matrices, side):
     return matrices * bands * (panels - bands) + ceil_div(matrices * (panels - bands), 2)
 
 
-def multiply(device, out, left, right=None, factor=1.0, add=None, share=0.0, diagonal=0.0):
+def multiply(device, out, left, right=None, factor=1.0, add=None, share=0.0, diagonal=0.0,
+             backwards=False):
     """out[i] = factor * left[i] @ right[i].T + share * add[i] + diagonal * I, for arrays of as many
     matrices. right is left, or each is symmetric and they commute; add, if there is one, is
-    symmetric. If left has more rows than columns, it is left[i].T @ right[i] instead."""
+    symmetric. If left has more rows than columns, it is left[i].T @ right[i] instead. backwards:
+    whether to begin with the last matrix."""
     right = left if right is None else right
     n, rows, columns = left.shape
     arrays = out, left, right, out if add is None else add
     maps = [device.tensor_map(x.reshape(-1, x.shape[2]), *x.shape[1:]) for x in arrays]
     device.launch("matmul_symmetric_of_columns" if rows > columns else "matmul_symmetric",
                   2 * min(device.multiprocessors // 2, pairs_of_tiles(n, min(rows, columns))),
-                  *maps, factor, share, diagonal, int(add is not None), int(right is left), n,
-                  *sorted((rows, columns)), threads=THREADS,
+                  *maps, factor, share, diagonal, int(add is not None), int(right is left),
+                  int(backwards), n, *sorted((rows, columns)), threads=THREADS,
                   shared=2 * (STAGES * (HEIGHT + WIDTH) * 64 + 2 * HEIGHT * WIDTH))
 
 
@@ -68,7 +70,7 @@ class OwnSymmetric:
             return super().orthogonalize(x, y, gram, poly)
         coefficients, (side, length) = iter(COEFFICIENTS), sorted(x.shape[1:])
         for iterations in CHAINS if length >= 2 * side else SINGLY:
-            multiply(self, gram, x)
+            multiply(self, gram, x, backwards=True)  # the last x may still be in L2
             some = [next(coefficients) for _ in range(iterations)]
             by = self.polynomials(some, gram, poly, y.reshape(-1))
             self.matmul_batch(y, *((x, by) if x.shape[1] > side else (by, x)))
