@@ -441,14 +441,19 @@ SYMMETRIC_SHAPE = ("n=48,rows=768,columns=768;n=12,rows=768,columns=3072;"
 FACTORS = dict(factor=0.5, share=-2.0, diagonal=3.0)
 
 
+class AnySide(symmetric.OwnSymmetric):
+    """The kernels multiply small matrices, too."""
+    smallest = 0
+
+
 def make_symmetric(name, *_):
     """A device with the kernels, for all sizes. Raises UserError."""
     check_hopper(name, symmetric.SOURCE)
     config = Config(C=768, NH=12)
     if name == "emulated":
-        return stack(Emulated, [symmetric.OwnSymmetric, BatchOnCpu])(
+        return stack(Emulated, [AnySide, BatchOnCpu])(
             "bf16", config, symmetric.SOURCES, only=SYMMETRIC_KERNELS)
-    return stack(FastCuda, [symmetric.OwnSymmetric, BatchOnGpu, TimedProducts])(
+    return stack(FastCuda, [AnySide, BatchOnGpu, TimedProducts])(
         "bf16", config, symmetric.SOURCES)
 
 

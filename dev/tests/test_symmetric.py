@@ -79,7 +79,7 @@ def faults(pytestconfig):
 def small_device(sources=symmetric.SOURCES, flags="-O1 -DHOPPER"):
     """A CPU with the kernels and Muon's, as on Hopper."""
     with mock.patch.dict(os.environ, CXXFLAGS=flags), contextlib.redirect_stdout(None):
-        return stack(Emulated, [symmetric.OwnSymmetric, muon.BatchOnCpu])(
+        return stack(Emulated, [time_kernels.AnySide, muon.BatchOnCpu])(
             "bf16", Config(C=768, NH=12), [*sources, muon.SOURCE],
             only={*KERNELS, *time_kernels.SYMMETRIC_KERNELS})
 
@@ -88,7 +88,7 @@ def device_for(device_name):
     """The device, or None if its GPU is no Hopper."""
     if device_name != "cuda":
         return small_device()
-    device = stack(device_class("cuda"), [symmetric.OwnSymmetric, muon.BatchOnGpu])(
+    device = stack(device_class("cuda"), [time_kernels.AnySide, muon.BatchOnGpu])(
         "bf16", Config(C=768, NH=12), [*symmetric.SOURCES, muon.SOURCE])
     if not device.hopper:
         print("skipped: this GPU is no Hopper")
@@ -191,6 +191,9 @@ def test_which(device_name):
     check("twice", count(64, 128) == (2 + 5 + 3 * 3, 2))
     check("tall", count(200, 64) == (16, 2))
     check("no multiple of 8", count(60, 64) == (0, 15))
+    device.smallest = 65
+    check("too small", count(64, 128) == (0, 15))
+    check("large enough", count(72, 72) == (10, 5))
 
 
 def test_choice():

@@ -63,12 +63,14 @@ def multiply(device, out, left, right=None, factor=1.0, add=None, share=0.0, dia
 
 class OwnSymmetric:
     """A mixin in front of muon.BatchOnGpu: matrices that fit are multiplied by our kernels."""
+    smallest = 512  # side; launches of smaller products take longer than cuBLASLt's
 
     def orthogonalize(self, x, y, gram, poly):
         """As muon.Batch's."""
-        if not (self.hopper and fits(x, gram)):
+        side, length = sorted(x.shape[1:])
+        if not (self.hopper and side >= self.smallest and fits(x, gram)):
             return super().orthogonalize(x, y, gram, poly)
-        coefficients, (side, length) = iter(COEFFICIENTS), sorted(x.shape[1:])
+        coefficients = iter(COEFFICIENTS)
         for iterations in CHAINS if length >= 2 * side else SINGLY:
             multiply(self, gram, x, backwards=True)  # the last x may still be in L2
             some = [next(coefficients) for _ in range(iterations)]
