@@ -7,7 +7,8 @@ import numpy as np
 import train_gpt2
 from prepro_tinyshakespeare import UserError
 
-STRUCTS = {"Output": False, "Tiles": True}  # structs with an array: does the kernel only read it?
+# Structs with an array: does the kernel only read it?
+STRUCTS = {"Output": False, "Tiles": True, "TokenPass": False}
 
 
 class Parameter(NamedTuple):

@@ -27,18 +27,23 @@ extern "C" __global__ void token_embedding(
 
 constexpr int GELU = 1, SWIGLU = 2;
 
+template <int n>
+struct Count { static constexpr int value = n; };
+
 // rows (B,C), in shared memory: inp (B,C), or unless x is null the norm of x (B,C): a layernorm, or
-// without normb an RMSNorm. It is rounded as a stored norm would be.
-__device__ void bring_rows(float* rows, const real* __restrict__ inp, const float* x,
+// without normb an RMSNorm. It is rounded as a stored norm would be. Other blocks of this kernel may
+// have written inp and x, so neither is __restrict__.
+__device__ void bring_rows(float* rows, const real* inp, const float* x,
                            const real* __restrict__ normw, const real* __restrict__ normb,
                            float eps, int B, int C) {
     for (int i = W * threadIdx.x; !x && i < B * C; i += W * blockDim.x)
         store(rows + i, load<W>(inp + i));
-    // Two warps have a row: so all rows are made at once, and each as it would be alone.
-    int row = threadIdx.x / 64, first = 4 * (threadIdx.x % 64);
+    // A quarter of the warps have a row: so all rows are made at once, and each as it would be alone.
+    int threads = blockDim.x / 4, row = threadIdx.x / threads, first = 4 * (threadIdx.x % threads);
     if (x) {
-        constexpr int step = 4 * 64, loads = 4;  // columns of two warps; loads under way at once
-        __shared__ float of_warp[2][8];
+        constexpr int loads = 4;  // under way at once
+        int step = 4 * threads;   // columns
+        __shared__ float of_warp[2][16];
         float *to = rows + row * C, sum = 0.0f, squares = 0.0f;
         Pack<4> w = {}, shift = {};  // for the first four columns, before they are needed
         if (row < B && first < C) w = load<4>(normw + first);
@@ -55,11 +60,13 @@ __device__ void bring_rows(float* rows, const real* __restrict__ inp, const floa
                     sum += v[i][0] + v[i][1] + v[i][2] + v[i][3];
                 }
         }
-        auto of_row = [&](float part, float* parts) {  // the sum over both warps
+        auto of_row = [&](float part, float* parts) {  // the sum over the row's warps
             part = warp_sum(part);
             if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = part;
             __syncthreads();
-            return parts[2 * row] + parts[2 * row + 1];
+            float all = 0.0f;
+            for (int i = 0; i < threads / 32; i++) all += parts[row * (threads / 32) + i];
+            return all;
         };
         float mean = normb ? of_row(sum, of_warp[0]) / C : 0.0f;
         for (int c = first; row < B && c < C; c += step)
@@ -107,17 +114,18 @@ __device__ Pack<R> products(const real* __restrict__ weight, const float* rows, 
     return sum;
 }
 
-template <int R>
-__device__ void linear(real* out, float* stream, const float* rows, const real* __restrict__ weight,
-                       const real* __restrict__ bias, int activation, int C, int OC) {
-    int warps = blockDim.x / 32, lane = threadIdx.x % 32;  // lane r ends row r
-    for (int o = blockIdx.x * warps + threadIdx.x / 32; o < OC; o += gridDim.x * warps) {
+// The rows first, first + step, .. of a weight, for R rows. of_row(o) are the products with row o.
+template <int R, class F>
+__device__ void linear(real* out, float* stream, const real* __restrict__ bias, int activation,
+                       int OC, int first, int step, F of_row) {
+    int lane = threadIdx.x % 32;  // lane r ends row r
+    for (int o = first; o < OC; o += step) {
         size_t at = (size_t)lane * OC + o;
         float shift = 0.0f, before = 0.0f;  // loaded before they are needed
         if (lane < R && bias) shift = to_float(bias[o]);
         if (lane < R && stream) before = stream[at];
-        Pack<R> sum = products<R>(weight + (size_t)o * C, rows, C), gates = {};
-        if (activation == SWIGLU) gates = products<R>(weight + (size_t)(OC + o) * C, rows, C);
+        Pack<R> sum = of_row(o), gates = {};
+        if (activation == SWIGLU) gates = of_row(OC + o);
         if (lane >= R) continue;
         float y = sum[0], gate = gates[0];
         for (int r = 1; r < R; r++)
@@ -128,6 +136,15 @@ __device__ void linear(real* out, float* stream, const float* rows, const real* 
         if (stream) stream[at] = before + y;
         else from_float(out[at], y);
     }
+}
+
+// f(R) for R = B, from 1 to 4, as a constant
+template <class F>
+__device__ void with_rows(int B, F f) {
+    if (B == 1) f(Count<1>());
+    if (B == 2) f(Count<2>());
+    if (B == 3) f(Count<3>());
+    if (B == 4) f(Count<4>());
 }
 
 // For B <= 4 rows: y (B,OC) = rows (B,C) weight' + bias (OC), the latter unless null. The rows are
@@ -147,24 +164,24 @@ extern "C" __global__ void __launch_bounds__(256, 3) token_linear(
     for (int c = W * (threadIdx.x % 32); o < OC && c < C; c += 32 * W)
         prefetch(weight + (size_t)o * C + c);
     bring_rows(rows, inp, x, normw, normb, eps, B, C);
-    if (B == 1) linear<1>(out, stream, rows, weight, bias, activation, C, OC);
-    if (B == 2) linear<2>(out, stream, rows, weight, bias, activation, C, OC);
-    if (B == 3) linear<3>(out, stream, rows, weight, bias, activation, C, OC);
-    if (B == 4) linear<4>(out, stream, rows, weight, bias, activation, C, OC);
+    with_rows(B, [&](auto count) {
+        constexpr int R = decltype(count)::value;
+        linear<R>(out, stream, bias, activation, OC, o, gridDim.x * (blockDim.x / 32),
+                  [&](int row) { return products<R>(weight + (size_t)row * C, rows, C); });
+    });
 }
 
 // ---- attention for one query a head ----
 
 constexpr int CHUNK = 256;  // the keys of a block: kv_cache.py's
 constexpr int LANES = 8;  // share a key or a value
-constexpr int MEMBERS = 256 / LANES;  // keys that a block reads at once
 constexpr int n = HS % W == 0 ? W : HS % 2 == 0 ? 2 : 1;  // numbers that a lane loads at once
 constexpr int PACKS = (HS + n * LANES - 1) / (n * LANES);  // how often
 constexpr int AT_ONCE = GROUP < 4 ? GROUP : 4;  // heads of queries whose output is in registers
 
 // Number i of neighbouring heads at `head`. With `turn`, a position's row of RoPE's table, it is
 // rotated together with its neighbour: see turn_pairs in llama3.cu.
-__device__ float turned(const real* __restrict__ head, int i, const float* __restrict__ turn) {
+__device__ float turned(const real* head, int i, const float* __restrict__ turn) {
     if (!turn) return to_float(head[i]);
     float x = to_float(head[i & ~1]), y = to_float(head[i | 1]);
     float cosine = turn[i % HS & ~1], sine = turn[i % HS | 1];
@@ -186,28 +203,27 @@ __device__ void each_pack_of_head(F f) {
 // and key. out (B,NH,HS) = weights v with weights = softmax(scale * q k'), over all keys up to the
 // position; with RELU, weights = max(0, scale * q k').
 //
-// A block has the heads of queries that share a head of keys, and CHUNK of the keys: blocks beyond
-// the position end at once. If several have keys, each leaves its sum in parts, with the largest
-// score and the sum of weights; the last of them to finish adds all up, in order. arrived counts
-// them: it begins as zeros and is left as zeros. Bound by memory: keys and values are read once.
-// Items: B*NKV heads along x; along y the positions, up to T, that queries may have.
-BLOCK(256, 1, 256)
-extern "C" __global__ void __launch_bounds__(256) token_attention(
-    real* __restrict__ out, real* keys, real* values, float* parts, int* arrived,
-    const real* __restrict__ qkv, const float* __restrict__ rope,
-    const int* __restrict__ positions, float scale, int B, int T, int NH) {
-    DYNAMIC_SHARED(float, q);              // (GROUP,HS)
-    float* weights = q + GROUP * HS;       // (GROUP,CHUNK); scores at first
-    float* of_warp = weights + GROUP * CHUNK;  // (8,AT_ONCE,HS)
-    float* tops = of_warp + 8 * AT_ONCE * HS;  // (GROUP)
+// A block has a head: the heads of queries that share a head of keys; and CHUNK of the keys: chunks
+// beyond the position end at once. If several have keys, each leaves its sum in parts, with the
+// largest score and the sum of weights; the last of them to finish adds all up, in order. arrived
+// counts them: it begins as zeros and is left as zeros. Bound by memory: keys and values are read
+// once. `most` is how many chunks of a head parts has room for; q is shared memory.
+template <int THREADS>
+__device__ void attend(real* out, real* keys, real* values, float* parts, int* arrived,
+                       const real* qkv, const float* __restrict__ rope, const int* positions,
+                       float scale, int T, int NH, int head, int chunk, int most, float* q) {
+    constexpr int MEMBERS = THREADS / LANES, WARPS = THREADS / 32;  // MEMBERS keys are read at once
+    float* weights = q + GROUP * HS;       // q is (GROUP,HS), this (GROUP,CHUNK); scores at first
+    float* of_warp = weights + GROUP * CHUNK;  // (WARPS,AT_ONCE,HS)
+    float* tops = of_warp + WARPS * AT_ONCE * HS;  // (GROUP)
     float* sums = tops + GROUP;            // (GROUP)
-    int NKV = NH / GROUP, b = blockIdx.x / NKV, kv = blockIdx.x % NKV, position = positions[b];
-    int first = blockIdx.y * CHUNK, count = min(CHUNK, position + 1 - first);
+    int NKV = NH / GROUP, b = head / NKV, kv = head % NKV, position = positions[b];
+    int first = chunk * CHUNK, count = min(CHUNK, position + 1 - first);
     if (count <= 0) return;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, member = threadIdx.x / LANES;
     const real* row = qkv + (size_t)b * (NH + 2 * NKV) * HS;
     const float* turn = rope ? rope + (size_t)position * HS : nullptr;
-    size_t start = (size_t)blockIdx.x * T * HS, newest = start + (size_t)position * HS;
+    size_t start = (size_t)head * T * HS, newest = start + (size_t)position * HS;
     for (int i = threadIdx.x; i < GROUP * HS; i += blockDim.x)
         q[i] = scale * turned(row + (size_t)kv * GROUP * HS, i, turn);
     for (int i = threadIdx.x; first + count == position + 1 && i < HS; i += blockDim.x) {
@@ -233,7 +249,7 @@ extern "C" __global__ void __launch_bounds__(256) token_attention(
         }
     }
     __syncthreads();
-    for (int g = warp; g < GROUP; g += 8) {
+    for (int g = warp; g < GROUP; g += WARPS) {
         float *weight = weights + g * CHUNK, top = LOWEST, sum = 0.0f;
         for (int s = lane; s < count; s += 32) top = fmaxf(top, weight[s]);
         top = warp_max(top);
@@ -248,7 +264,7 @@ extern "C" __global__ void __launch_bounds__(256) token_attention(
 
     int chunks = position / CHUNK + 1;
     // a head's part: HS numbers, the largest score, the sum of weights
-    float* part = parts + ((size_t)blockIdx.x * gridDim.y + blockIdx.y) * GROUP * (HS + 2);
+    float* part = parts + ((size_t)head * most + chunk) * GROUP * (HS + 2);
     real* result = out + ((size_t)b * NH + (size_t)kv * GROUP) * HS;  // (GROUP,HS)
     for (int from = 0; from < GROUP; from += AT_ONCE) {
         Pack<n> sum[AT_ONCE][PACKS] = {};
@@ -275,7 +291,7 @@ extern "C" __global__ void __launch_bounds__(256) token_attention(
         for (int i = threadIdx.x; i < min(AT_ONCE, GROUP - from) * HS; i += blockDim.x) {
             int g = from + i / HS;
             float x = 0.0f;
-            for (int w = 0; w < 8; w++) x += of_warp[w * AT_ONCE * HS + i];
+            for (int w = 0; w < WARPS; w++) x += of_warp[w * AT_ONCE * HS + i];
             if (chunks == 1) from_float(result[from * HS + i], RELU ? x : x / sums[g]);
             else part[g * (HS + 2) + i % HS] = x;
         }
@@ -291,25 +307,263 @@ extern "C" __global__ void __launch_bounds__(256) token_attention(
     __syncthreads();
     __shared__ int last;
     if (threadIdx.x == 0) {
-        last = atomicAdd(arrived + blockIdx.x, 1) == chunks - 1;
-        if (last) arrived[blockIdx.x] = 0;
+        last = atomicAdd(arrived + head, 1) == chunks - 1;
+        if (last) arrived[head] = 0;
     }
     __syncthreads();
     if (!last) return;
     __threadfence();
-    const float* all = parts + (size_t)blockIdx.x * gridDim.y * GROUP * (HS + 2);
+    const float* all = parts + (size_t)head * most * GROUP * (HS + 2);
     for (int i = threadIdx.x; i < GROUP * HS; i += blockDim.x) {
         int g = i / HS;
         float top = LOWEST, sum = 0.0f, x = 0.0f;
-        for (int chunk = 0; chunk < chunks; chunk++)
-            top = fmaxf(top, __ldcg(all + (chunk * GROUP + g) * (HS + 2) + HS));
-        for (int chunk = 0; chunk < chunks; chunk++) {
-            const float* head = all + (chunk * GROUP + g) * (HS + 2);
-            float factor = RELU ? 1.0f : exponential(__ldcg(head + HS), top);
-            sum += factor * __ldcg(head + HS + 1);
-            x += factor * __ldcg(head + i % HS);
+        for (int c = 0; c < chunks; c++)
+            top = fmaxf(top, __ldcg(all + (c * GROUP + g) * (HS + 2) + HS));
+        for (int c = 0; c < chunks; c++) {
+            const float* of = all + (c * GROUP + g) * (HS + 2);
+            float factor = RELU ? 1.0f : exponential(__ldcg(of + HS), top);
+            sum += factor * __ldcg(of + HS + 1);
+            x += factor * __ldcg(of + i % HS);
         }
         from_float(result[i], RELU ? x : x / sum);
+    }
+}
+
+// attend, of B sequences. Items: B*NKV heads along x; along y the positions, up to T, that queries
+// may have.
+BLOCK(256, 1, 256)
+extern "C" __global__ void __launch_bounds__(256) token_attention(
+    real* __restrict__ out, real* keys, real* values, float* parts, int* arrived,
+    const real* __restrict__ qkv, const float* __restrict__ rope,
+    const int* __restrict__ positions, float scale, int B, int T, int NH) {
+    DYNAMIC_SHARED(float, q);
+    attend<256>(out, keys, values, parts, arrived, qkv, rope, positions, scale, T, NH, blockIdx.x,
+                blockIdx.y, gridDim.y, q);
+}
+
+// ---- all layers for at most four rows, in one kernel ----
+
+// What token_pass reads and writes: kv_cache.py has the same names. Tensors that each layer has are
+// stacks (L,..). hidden (B,H) and activation are the MLP's; heads of keys (L,rows,NKV,T,HS) begin at
+// the first of the B rows.
+struct TokenPass {
+    const real *wte, *wpe, *ln1w, *ln1b, *qkvw, *qkvb, *attprojw, *attprojb, *ln2w, *ln2b, *fcw, *fcb;
+    const real *fcprojw, *fcprojb, *lnfw, *lnfb, *head;
+    const float* rope;
+    const int *tokens, *positions;
+    float* residual;
+    real *qkv, *atty, *hidden, *logits, *keys, *values;
+    float* parts;
+    int* arrived;
+    unsigned long long* met;
+    int B, L, C, H, NH, T, Vp, rows, activation;
+    float eps, scale;
+};
+
+constexpr int THREADS = 512;  // of token_pass
+constexpr int AHEAD = 16;  // 16 bytes that each of them has on their way: kv_cache.py's
+constexpr int PHASES = 5;  // of a layer
+
+// A linear layer of the pass: out (B,OC), or the stream, from norm(stream) or inp (B,C).
+struct Product {
+    const real *weight, *bias, *normw, *normb, *inp;
+    real* out;  // or null: the stream
+    int activation, C, OC;
+};
+
+// Vectors that may be null stay null.
+__device__ const real* of_layer(const real* stack, int l, int size) {
+    return stack ? stack + (size_t)l * size : nullptr;
+}
+
+// Product i of a pass: qkv, attproj, fc and fcproj of each layer, then the head.
+__device__ Product product_of(const TokenPass& p, int i) {
+    int l = i / 4, C = p.C, H = p.H, QKV = (p.NH + 2 * (p.NH / GROUP)) * HS;
+    int hidden = (p.activation == SWIGLU ? 2 : 1) * H;  // rows of fcw
+    if (l == p.L) return {p.head, nullptr, p.lnfw, p.lnfb, nullptr, p.logits, 0, C, p.Vp};
+    if (i % 4 == 0)
+        return {p.qkvw + (size_t)l * QKV * C, of_layer(p.qkvb, l, QKV), p.ln1w + l * C,
+                of_layer(p.ln1b, l, C), nullptr, p.qkv, 0, C, QKV};
+    if (i % 4 == 1)
+        return {p.attprojw + (size_t)l * C * C, of_layer(p.attprojb, l, C), nullptr, nullptr,
+                p.atty, nullptr, 0, C, C};
+    if (i % 4 == 2)
+        return {p.fcw + (size_t)l * hidden * C, of_layer(p.fcb, l, H), p.ln2w + l * C,
+                of_layer(p.ln2b, l, C), nullptr, p.hidden, p.activation, C, H};
+    return {p.fcprojw + (size_t)l * C * H, of_layer(p.fcprojb, l, C), nullptr, nullptr, p.hidden,
+            nullptr, 0, H, C};
+}
+
+// The first of a warp's rows of product i; the next is as many rows further as there are warps. All
+// products' rows are dealt out in turn, neighbours to different blocks: so each block reads as much.
+__device__ int first_row(const TokenPass& p, int i) {
+    int C = p.C, QKV = (p.NH + 2 * (p.NH / GROUP)) * HS;
+    int before = i / 4 * (QKV + 2 * C + p.H) + (i % 4 > 0) * QKV + (i % 4 > 1) * C + (i % 4 > 2) * p.H;
+    int warps = gridDim.x * (THREADS / 32), own = threadIdx.x / 32 * gridDim.x + blockIdx.x;
+    return (own - before % warps + warps) % warps;
+}
+
+// The rows of all weights that a warp multiplies, from product i on, in its order. A lane copies its
+// part of them, 16 bytes at a time, to AHEAD places of its own in shared memory. So weights arrive
+// all the time, also while a block waits for others, and no thread waits for another's copy.
+struct Weights {
+    const TokenPass& p;
+    real* places;        // this lane's: one every W * THREADS numbers
+    int i, place = 0;    // the product; the place that is used next
+    int row, column = 0; // what is copied next, by all lanes
+    bool gate = false;   // whether the row is one of SwiGLU's gates
+    Product product;
+
+    __device__ Weights(const TokenPass& p, real* places, int first)
+        : p(p), places(places + W * threadIdx.x), i(first) {
+        open();
+        for (int k = 0; k < AHEAD; k++) copy();
+    }
+    // Go to the first product from i on of which this warp has a row.
+    __device__ void open() {
+        for (; i <= 4 * p.L; i++) {
+            product = product_of(p, i);
+            row = first_row(p, i);
+            if (row < product.OC) return;
+        }
+    }
+    __device__ void copy() {
+        if (i <= 4 * p.L) {
+            int c = column + W * (threadIdx.x % 32);
+            size_t from = (size_t)(gate ? product.OC + row : row) * product.C;
+            copy16(places + place * W * THREADS, product.weight + from + (c < product.C ? c : 0),
+                   c < product.C);
+            column += 32 * W;
+            if (column >= product.C) next_row();
+        }
+        copies_end();  // also without a copy, so that AHEAD groups are under way
+        place = (place + 1) % AHEAD;
+    }
+    __device__ void next_row() {
+        column = 0;
+        gate = product.activation == SWIGLU && !gate;
+        if (gate) return;
+        row += gridDim.x * (THREADS / 32);
+        if (row < product.OC) return;
+        i++;
+        open();
+    }
+    // The products of the next row with R rows (R,C), as products() has them.
+    template <int R>
+    __device__ Pack<R> products(const float* rows, int C) {
+        Pack<R> sum = {};
+        for (int from = 0; from < C; from += 32 * W) {
+            int c = from + W * (threadIdx.x % 32);
+            wait_for_copies<AHEAD - 1>();
+            Pack<W> w = load<W>(places + place * W * THREADS);
+            copy();  // to the same place
+            for (int r = 0; r < R && c < C; r++) {
+                Pack<W> x = load<W>(rows + r * C + c);
+                for (int j = 0; j < W; j++) sum[r] += w[j] * x[j];
+            }
+        }
+        for (int r = 0; r < R; r++) sum[r] = warp_sum(sum[r]);
+        return sum;
+    }
+};
+
+#ifdef __CUDACC__
+__device__ unsigned long long load_acquire(const unsigned long long* p) {
+    unsigned long long x;
+    asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(x) : "l"(p) : "memory");
+    return x;
+}
+#else
+__device__ unsigned long long load_acquire(const unsigned long long* p) { return *p; }
+#endif
+
+// All blocks wait for each other, and then see what the others have written. Each adds one to a
+// count, which grows for ever: all have come when it reaches the next multiple of their number. They
+// must all be on the GPU at once, and on a CPU there may be only one.
+__device__ void meet(unsigned long long* met) {
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        __threadfence();
+        unsigned long long blocks = gridDim.x, all = (atomicAdd(met, 1ull) / blocks + 1) * blocks;
+        while (load_acquire(met) < all) {}
+        __threadfence();
+    }
+    __syncthreads();
+}
+
+// Ask L2 for `size` numbers, unless null: each of a grid's first threads for 128 bytes.
+__device__ void prefetch_all(const real* numbers, size_t size) {
+    size_t i = (size_t)(blockIdx.x * THREADS + threadIdx.x) * (128 / sizeof(real));
+    if (numbers && i < size) prefetch(numbers + i);
+}
+
+// A token's pass for B <= 4 sequences, from tokens and positions (B) to logits (B,Vp): all that
+// token_embedding, token_linear and token_attention do. Phase 0 embeds; a layer has a phase for qkv,
+// attention, attproj, fc and fcproj; the last is the head. Between phases all blocks meet, which
+// takes a microsecond, a sixth of a launch. Bound by memory: the weights are read once, without a
+// break, because they do not depend on what the blocks wait for. What else a phase reads from device
+// memory is brought to L2 a phase ahead.
+//
+// Phases from..to-1 run. ring is how many floats of shared memory hold what is on its way; behind
+// them are the rows that a product reads, or attention's numbers. Items: blocks, at most as many as
+// the GPU has multiprocessors.
+BLOCK(512, 1)
+extern "C" __global__ void __launch_bounds__(512, 1) token_pass(TokenPass p, int from, int to) {
+    DYNAMIC_SHARED(float, ring);
+    float* rows = ring + AHEAD * THREADS * 4;
+    auto products_before = [&](int phase) {  // how many are in earlier phases
+        int l = (phase - 1) / PHASES, part = (phase - 1) % PHASES;
+        return phase == 0 ? 0 : 4 * l + part - (part > 1);
+    };
+    int NKV = p.NH / GROUP, C = p.C;
+    size_t layer = (size_t)p.rows * NKV * p.T * HS;  // numbers of a layer's keys
+    Weights weights(p, (real*)ring, products_before(from));
+    for (int phase = from; phase < to; phase++) {
+        if (phase > from) meet(p.met);
+        int l = (phase - 1) / PHASES, i = products_before(phase);
+        bool attention = phase > 0 && l < p.L && (phase - 1) % PHASES == 1;
+        int next = products_before(phase + 1);
+        if (next <= 4 * p.L) {
+            Product ahead = product_of(p, next);
+            prefetch_all(ahead.normw, ahead.C);
+            prefetch_all(ahead.normb, ahead.C);
+            prefetch_all(ahead.bias, ahead.OC);
+        }
+        if (phase == 0) {
+            int threads = gridDim.x * THREADS, packs = C / 4;
+            for (int k = blockIdx.x * THREADS + threadIdx.x; k < p.B * packs; k += threads) {
+                int row = k / packs, c = 4 * (k % packs);
+                Pack<4> sum = load<4>(p.wte + (size_t)p.tokens[row] * C + c);
+                if (p.wpe) sum = sum + load<4>(p.wpe + (size_t)p.positions[row] * C + c);
+                store(p.residual + (size_t)row * C + c, sum);
+            }
+        } else if (attention) {
+            int heads = p.B * NKV, most = (p.T + CHUNK - 1) / CHUNK;
+            for (int k = blockIdx.x; k < heads * most; k += gridDim.x) {
+                attend<THREADS>(p.atty, p.keys + l * layer, p.values + l * layer, p.parts, p.arrived,
+                                p.qkv, p.rope, p.positions, p.scale, p.T, p.NH, k % heads, k / heads,
+                                most, rows);
+                __syncthreads();  // the next reuses shared memory
+            }
+        } else {
+            if (l < p.L && (phase - 1) % PHASES == 0)  // attention comes next
+                for (int k = 0; k < p.B * NKV; k++) {
+                    size_t at = l * layer + (size_t)k * p.T * HS;
+                    size_t kept = (size_t)(p.positions[k / NKV] + 1) * HS;
+                    prefetch_all(p.keys + at, kept);
+                    prefetch_all(p.values + at, kept);
+                }
+            Product now = product_of(p, i);
+            bring_rows(rows, now.inp, now.inp ? nullptr : p.residual, now.normw, now.normb, p.eps,
+                       p.B, now.C);
+            with_rows(p.B, [&](auto count) {
+                constexpr int R = decltype(count)::value;
+                linear<R>(now.out, now.out ? nullptr : p.residual, now.bias, now.activation, now.OC,
+                          first_row(p, i), gridDim.x * (THREADS / 32),
+                          [&](int) { return weights.products<R>(rows, now.C); });
+            });
+            // the next phase's rows are brought after a meeting
+        }
     }
 }
 
@@ -329,7 +583,7 @@ extern "C" __global__ void keep_keys(real* __restrict__ keys, real* __restrict__
 
 // ---- the next token ----
 
-using Count = unsigned long long;
+using Total = unsigned long long;
 
 // Reals as unsigned numbers of the same order, of so many bits.
 constexpr int KEY_BITS = 8 * sizeof(real);
@@ -340,9 +594,9 @@ __device__ unsigned key_of(real x) {
 
 // The sum over i < V of f(i), in all threads.
 template <class F>
-__device__ Count total(int V, F f) {
-    __shared__ Count of_warp[32];
-    Count sum = 0;
+__device__ Total total(int V, F f) {
+    __shared__ Total of_warp[32];
+    Total sum = 0;
     for (int i = threadIdx.x; i < V; i += blockDim.x) sum += f(i);
     sum = warp_sum(sum);
     if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = sum;
@@ -354,10 +608,10 @@ __device__ Count total(int V, F f) {
 
 // The first i < V at which logits x are largest, in all threads.
 __device__ int likeliest(int V, const real* x) {
-    __shared__ Count of_warp[32];
-    Count best = 0;  // the logit, and below it the index, from behind
-    auto take = [&](Count other) { best = other > best ? other : best; };
-    for (unsigned i = threadIdx.x; i < V; i += blockDim.x) take((Count)key_of(x[i]) << 32 | ~i);
+    __shared__ Total of_warp[32];
+    Total best = 0;  // the logit, and below it the index, from behind
+    auto take = [&](Total other) { best = other > best ? other : best; };
+    for (unsigned i = threadIdx.x; i < V; i += blockDim.x) take((Total)key_of(x[i]) << 32 | ~i);
     for (int distance = 16; distance > 0; distance /= 2)
         take(__shfl_xor_sync(FULL_WARP, best, distance));
     if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = best;
@@ -369,11 +623,11 @@ __device__ int likeliest(int V, const real* x) {
 // The first i < V at which f(0) + .. + f(i) exceeds a target; V - 1 if none does. A thread adds up
 // neighbours; then one thread walks over warps, over the threads of a warp, over numbers.
 template <class F>
-__device__ int first_beyond(Count target, int V, F f) {
-    __shared__ Count of_thread[1024], of_warp[32];
+__device__ int first_beyond(Total target, int V, F f) {
+    __shared__ Total of_thread[1024], of_warp[32];
     __shared__ int found;
     int threads = blockDim.x, each = (V + threads - 1) / threads, from = each * threadIdx.x;
-    Count sum = 0;
+    Total sum = 0;
     for (int i = from; i < min(from + each, V); i++) sum += f(i);
     of_thread[threadIdx.x] = sum;
     sum = warp_sum(sum);
@@ -381,7 +635,7 @@ __device__ int first_beyond(Count target, int V, F f) {
     __syncthreads();
     if (threadIdx.x == 0) {
         int warp = 0, thread = 0, i = 0;
-        Count before = 0;
+        Total before = 0;
         while (warp < threads / 32 - 1 && before + of_warp[warp] <= target) before += of_warp[warp++];
         for (thread = 32 * warp; thread < 32 * warp + 31; before += of_thread[thread++])
             if (before + of_thread[thread] > target) break;
@@ -416,30 +670,30 @@ extern "C" __global__ void __launch_bounds__(1024) draw_tokens(
         unsigned least = 0;  // words above this are kept, and the first that equal it
         int last = V;
         auto key = [&](int i) { return key_of(x[i]); };
-        auto weight = [&](int i) -> Count {
+        auto weight = [&](int i) -> Total {
             if (key(i) < least || key(i) == least && i > last) return 0;
             return expf((to_float(x[i]) - top) / temperature) * 1099511627776.0f;
         };
         // Keep the fewest words, the likeliest first, of which f adds up to `wanted`.
-        auto keep = [&](Count wanted, auto f) {
+        auto keep = [&](Total wanted, auto f) {
             unsigned found = 0;
             for (int bit = KEY_BITS - 1; bit >= 0; bit--) {
                 unsigned tried = found | 1u << bit;
-                if (total(V, [&](int i) -> Count { return key(i) >= tried ? f(i) : 0; }) >= wanted)
+                if (total(V, [&](int i) -> Total { return key(i) >= tried ? f(i) : 0; }) >= wanted)
                     found = tried;
             }
-            Count above = total(V, [&](int i) -> Count { return key(i) > found ? f(i) : 0; });
-            int end = first_beyond(wanted - above - 1, V, [&](int i) -> Count {
+            Total above = total(V, [&](int i) -> Total { return key(i) > found ? f(i) : 0; });
+            int end = first_beyond(wanted - above - 1, V, [&](int i) -> Total {
                 return key(i) == found ? f(i) : 0;
             });
             least = found, last = end;
         };
-        if (0 < top_k && top_k < V) keep(top_k, [](int) -> Count { return 1; });
+        if (0 < top_k && top_k < V) keep(top_k, [](int) -> Total { return 1; });
         if (top_p < 1.0f) {
-            Count all = total(V, weight), wanted = ceil((double)top_p * all);
+            Total all = total(V, weight), wanted = ceil((double)top_p * all);
             keep(wanted > 0 ? wanted : 1, weight);
         }
-        Count target = (double)coins[at[b] * stride + b] * total(V, weight);
+        Total target = (double)coins[at[b] * stride + b] * total(V, weight);
         token = first_beyond(target, V, weight);
     }
     if (threadIdx.x > 0) return;

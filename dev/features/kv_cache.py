@@ -6,10 +6,12 @@ do not change when a token is added. So a text begins with a full pass, which le
 values of its tokens in the cache; then each token's pass writes its own, and its query attends to
 all. The logits are those of the full pass, but for the order of sums. kv_cache.cu has the kernels.
 
-The pass has two forms. Up to FEW sequences, a layer is five launches, bound by reading the weights:
-each product makes the norm before it, or adds to the residual stream. More sequences are products
-of matrices, by the device's library. On a GPU the pass is a graph: tokens and positions are in
-device memory, where the next token is drawn too.
+The pass has three forms. Up to FEW sequences, it is bound by reading the weights, and on a GPU one
+kernel: token_pass, whose blocks read weights without a break while they wait for each other. Where
+its shared memory is too small for that, and on a CPU, a layer is five launches: each product makes
+the norm before it, or adds to the residual stream. More sequences are products of matrices, by the
+device's library. On a GPU the pass is a graph: tokens and positions are in device memory, where the
+next token is drawn too.
 
 The cache holds T tokens. Beyond that the model sees the last T, whose positions all change with
 each token: then every token costs a full pass, as it does with --kv-cache 0. A full pass of
@@ -21,6 +23,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from dev.features.declare import Feature, Flag, Pair
+from dev.features.devices import address_of
 from dev.features.sample import choose
 from train_gpt2 import Row, carve, ceil_div, to_float
 
@@ -32,6 +35,19 @@ AHEAD = 16  # tokens that a GPU draws before the host reads them, at most
 MOST_ROWS = 128  # sequences whose keys are kept at once, at most
 MOST_BYTES = 2**33  # of their keys and values, but for one sequence
 GELU, SWIGLU = 1, 2  # activations of token_linear
+THREADS = 512  # of a block of token_pass
+WEIGHTS_AHEAD = 16  # 16 bytes of weights that each of them has under way
+PHASES = 5  # of a layer in token_pass
+
+# The struct of kv_cache.cu
+TOKEN_PASS = np.dtype([
+    *((name, np.uint64) for name in (
+        "wte", "wpe", "ln1w", "ln1b", "qkvw", "qkvb", "attprojw", "attprojb", "ln2w", "ln2b",
+        "fcw", "fcb", "fcprojw", "fcprojb", "lnfw", "lnfb", "head", "rope", "tokens", "positions",
+        "residual", "qkv", "atty", "hidden", "logits", "keys", "values", "parts", "arrived",
+        "met")),
+    *((name, np.int32) for name in ("B", "L", "C", "H", "NH", "T", "Vp", "rows", "activation")),
+    ("eps", np.float32), ("scale", np.float32)], align=True)
 
 
 def cache_table(c, rows, T, real):
@@ -51,21 +67,30 @@ def cache_table(c, rows, T, real):
         Row("at", (rows,), np.int32),  # the next coin
         Row("parts", (parts,)),  # of attention's sums
         Row("arrived", (rows * NKV,), np.int32),
+        Row("met", (1,), np.uint64),  # how often a block of token_pass has come to a meeting
     ]
     return [*own, *(row._replace(layers=0, shape=(T, HS) if row.name == "rope" else row.shape)
                     for row in c.activation_table(rows, 1, real))]
 
 
-def shared_of_attention(group, HS):
-    """The shared memory of token_attention in bytes: queries, weights, the sums of eight warps, and
-    two numbers of each head."""
-    return 4 * (group * (HS + CHUNK + 2) + 8 * min(group, 4) * HS)
+def shared_of_attention(group, HS, warps=8):
+    """The shared memory of token_attention in bytes: queries, weights, the sums of warps, and two
+    numbers of each head."""
+    return 4 * (group * (HS + CHUNK + 2) + warps * min(group, 4) * HS)
+
+
+def shared_of_pass(rows, widest, group, HS):
+    """The shared memory of token_pass in bytes: the weights under way, and behind them the rows of
+    the widest product, or what attention needs."""
+    return 16 * THREADS * WEIGHTS_AHEAD + max(4 * rows * widest,
+                                              shared_of_attention(group, HS, THREADS // 32))
 
 
 class Cached:
     """A model that keeps keys and values of the texts that it goes on from."""
     ACTIVATION = GELU
     HIDDEN = "fch_gelu"  # the tensor after it
+    blocks_on_cpu = 1  # of token_pass: a CPU runs one after another, so they cannot meet
 
     @classmethod
     def rows_of(cls, c, device, T):
@@ -80,8 +105,13 @@ class Cached:
     @classmethod
     def few_of(cls, c, device, T):
         """How many sequences token_linear multiplies at once: their rows are in shared memory."""
+        return min(FEW, device.max_shared // (4 * cls.widest_of(c, device, T)))
+
+    @classmethod
+    def widest_of(cls, c, device, T):
+        """How many numbers of a sequence the widest product of a pass reads."""
         [hidden] = [row for row in cache_table(c, 1, T, device.real) if row.name == cls.HIDDEN]
-        return min(FEW, device.max_shared // (4 * max(c.C, hidden.shape[-1])))
+        return max(c.C, hidden.shape[-1])
 
     @classmethod
     def tables(cls, c, device, B, T):
@@ -99,6 +129,10 @@ class Cached:
         self.added = None  # what the next norm adds to the stream, in a pass of many rows
         self.eps = getattr(config, "eps", 1e-5)  # under the norms' root
         self.token_graphs = {}
+        self.shared = shared_of_pass(min(self.rows, self.few), self.widest_of(config, device, T),
+                                     config.NH // self.cache.keys.shape[2], config.C // config.NH)
+        # Always or never: then a text alone has the bits that it has among others.
+        self.in_one = device.name == "cuda" and self.shared <= device.max_shared
         self.draws = device.name == "cuda"  # whether tokens are drawn on the device
         table = config.parameter_table(device.real)
         self.weights = [self.layer_views(self.params, table, l) for l in range(config.L)]
@@ -238,8 +272,8 @@ class Cached:
 
     def begin(self, rows, tokens, positions, steps=1):
         """Go on with these rows of the cache, a slice, for some steps: each gets a token at a
-        position. Attention is launched for a span of positions, so a graph is one for a span:
-        doubling makes few."""
+        position. token_attention is launched for a span of positions, so a graph is one for a
+        span: doubling makes few."""
         cache = self.cache
         count = rows.stop - rows.start
         self.device.put(cache.tokens[rows], tokens)
@@ -249,7 +283,7 @@ class Cached:
             rows=rows, count=count, few=count <= self.few,
             **{name: array[:count] for name, array in vars(cache).items() if name not in whole})
         self.now.tokens, self.now.positions = cache.tokens[rows], cache.positions[rows]
-        span = CHUNK
+        span = self.T if self.in_one and self.now.few else CHUNK
         while span < max(positions) + steps:
             span *= 2
         self.now.span = min(span, self.T)
@@ -258,11 +292,39 @@ class Cached:
         """From tokens to logits (B,Vp): forward_pass and head_forward for one token of each
         sequence."""
         now, p = self.now, self.params
+        if self.in_one and now.few:
+            self.run_phases(0, 2 + PHASES * self.config.L)
+            return
         self.begin_stream()
         self.added = None
         for l, weights in enumerate(self.weights):
             self.token_layer(l, weights)
         self.norm_and_linear(now.logits, p.lnfw, getattr(p, "lnfb", None), self.head)
+
+    def run_phases(self, first, end):
+        """Launch token_pass for some of its phases: the embedding, PHASES of each layer, the
+        head."""
+        blocks = self.device.multiprocessors if self.device.name == "cuda" else self.blocks_on_cpu
+        self.device.launch("token_pass", blocks, self.describe_pass(), first, end, threads=THREADS,
+                           shared=self.shared)
+
+    def describe_pass(self):
+        """The struct TokenPass, for CuPy one number, passed by value."""
+        now, c, p, rows = self.now, self.config, vars(self.params), self.now.rows
+        hidden = getattr(now, self.HIDDEN)
+        given = p | vars(now) | dict(
+            head=self.head, hidden=hidden, rope=getattr(self.cache, "rope", None),
+            parts=self.cache.parts, arrived=self.cache.arrived, met=self.cache.met,
+            keys=self.cache.keys[0, rows], values=self.cache.values[0, rows], B=now.count, L=c.L,
+            C=c.C, H=hidden.shape[-1], NH=c.NH, T=self.T, Vp=now.logits.shape[-1], rows=self.rows,
+            activation=self.ACTIVATION, eps=self.eps, scale=self.scale)
+        made = np.zeros(1, TOKEN_PASS)
+        for name, (kind, _) in TOKEN_PASS.fields.items():
+            value = given.get(name)
+            if kind == np.uint64:
+                value = 0 if value is None else address_of(value)
+            made[name] = value
+        return made.view(f"V{TOKEN_PASS.itemsize}")
 
     def begin_stream(self):
         now, p = self.now, self.params

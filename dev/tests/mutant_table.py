@@ -518,9 +518,9 @@ TABLE = [
             ("bound", "token_attention1", "s <= head.position", "s < head.position"),
             ("missing term", "token_attention2", "if (first) head.keys", "if (false) head.keys")),
     *of("token_attention",
-        ("constant", "token_attention", "scale * turned", "turned"),
-        ("bound", "token_attention", "w < 8; w++", "w < 7; w++"),
-        ("missing term", "token_attention", "x += factor * __ldcg", "x += __ldcg"), file=KV),
+        ("constant", "attend", "scale * turned", "turned"),
+        ("bound", "attend", "w < WARPS; w++", "w < WARPS - 1; w++"),
+        ("missing term", "attend", "x += factor * __ldcg", "x += __ldcg"), file=KV),
 ]
 
 # {function with a barrier, in a file of several kernels: the lab's kernel whose checks must notice

@@ -9,8 +9,8 @@ import pytest
 from dev.common.bf16 import to_bf16
 from dev.features.declare import stack
 from dev.features.devices import device_class
-from dev.features.kv_cache import (AHEAD, FEW, SOURCE, Cached, CachedLlama,
-                                   shared_of_attention)
+from dev.features.kv_cache import (AHEAD, CHUNK, FEW, PHASES, SOURCE, THREADS, TOKEN_PASS,
+                                   WEIGHTS_AHEAD, Cached, CachedLlama, shared_of_attention)
 from dev.features.sample import choose, coins_of, generate, together
 from dev.features.seams import GPT2
 from dev.lab.formulas import gelu, layernorm, rmsnorm
@@ -111,6 +111,7 @@ def test_batches(device_name, kind):
             if name == "emulated" and rows > FEW and kind is GPT2:
                 continue  # Llama's does
             model, full = models(name, "fp32", kind, 40, rows)
+            model.in_one |= name == "emulated"  # test_logits has the launches
             texts = [tokens_of(size, size) for size in (1, 30, 12, 39, 2, 17)[:rows]]
             wish = np.array([full.next_logits(tokens) for tokens in texts])
             yield f"{name}, {rows} rows", model.next_logits_of(texts), wish, 1e-5
@@ -119,6 +120,73 @@ def test_batches(device_name, kind):
             alone = [[*generate(full, tokens, count, 0.8, 9, coins_of(seed), 0.9)]
                      for tokens, seed in zip(texts, seeds)]
             yield f"{name}, {rows} rows: drawn", np.array(drawn).T, np.array(alone), EXACT
+
+
+@pytest.mark.parametrize("dtype", ("fp32", "bf16"))
+@pytest.mark.parametrize("kind, rows", ((GPT2, 1), (GPT2, 4), (Llama3, 3)))
+def test_one_kernel(device_name, kind, rows, dtype):
+    """token_pass against the launches of token_linear and token_attention, with one, two and three
+    chunks of keys; and phase by phase, by other numbers of blocks. On a GPU often: blocks that did
+    not wait for each other would read old numbers now and then."""
+    on_gpu = device_name == "cuda"
+    if dtype == "bf16" and not on_gpu and kind is Llama3:
+        pytest.skip("on a CPU, bf16 is tested with GPT-2")
+    T, positions = 600, [300, 0, 599, 255][:rows]
+    model, _ = models(device_name, dtype, kind, T, rows)
+    device, cache = model.device, model.cache
+    if on_gpu and not model.in_one:
+        pytest.skip("this GPU has too little shared memory")
+    check("only a GPU has all phases in one by itself", model.in_one == on_gpu)
+    stored = [real(device, 0.5 * normal(*cache.keys.shape))[0] for _ in range(2)]
+
+    def results(work):
+        device.put(cache.keys, stored[0])
+        device.put(cache.values, stored[1])
+        device.put(cache.parts, np.full(cache.parts.shape, np.nan))
+        model.begin(slice(0, rows), tokens_of(rows), positions)
+        for array in (model.now.logits, model.now.qkv, model.now.atty):  # NaN
+            device.put(array, np.full(array.shape, -1, f"i{array.itemsize}").view(array.dtype))
+        work()
+        check("the counters are zeros again", not device.get(cache.arrived).any())
+        return [device.get(x) for x in (model.now.logits, cache.keys, cache.values)]
+
+    def by_phases():
+        for phase in range(2 + PHASES * model.config.L):
+            model.run_phases(phase, phase + 1)
+
+    names = "logits", "keys", "values"
+    model.in_one = False
+    wish = results(model.pass_of_token)
+    model.in_one = True
+    found = results(model.pass_of_token)
+    for name, one, launches in zip(names, found, wish):
+        yield name, one, to_float(launches), LIMIT[dtype] / 10
+    for blocks in (1, 3):  # on a GPU as many as it has
+        model.blocks_on_cpu = blocks
+        for name, one, phases in zip(names, found, results(by_phases)):
+            yield f"{name} by phases, {blocks} blocks", phases, to_float(one), EXACT
+    for _ in range(100 if on_gpu else 0):
+        for name, one, again in zip(names, found, results(model.pass_of_token)):
+            yield f"{name} again", again, to_float(one), EXACT
+
+
+def test_struct():
+    """kv_cache.py lays out TokenPass as the compiler does: 8 bytes a pointer, 4 a number, in this
+    order; and has the constants of kv_cache.cu."""
+    text = SOURCE.read_text()
+    body = re.search(r"struct TokenPass \{(.*?)\n\};", text, re.S)[1]
+    names = [(re.findall(r"\w+", name)[-1], "*" in line.split(",")[0])
+             for line in body.split(";") for name in line.split(",") if name.strip()]
+    offset, wish = 0, {}
+    for name, is_pointer in names:
+        wish[name] = offset, 8 if is_pointer else 4
+        offset += wish[name][1]
+    found = {name: (at, kind.itemsize) for name, (kind, at) in TOKEN_PASS.fields.items()}
+    check("fields", found == wish, found.items() ^ wish.items())
+    check("size", TOKEN_PASS.itemsize == -(-offset // 8) * 8, TOKEN_PASS.itemsize)
+    numbers = dict(re.findall(r"^constexpr int (\w+) = (\d+);", text, re.M))
+    check("constants", (numbers["CHUNK"], numbers["THREADS"], numbers["AHEAD"], numbers["PHASES"])
+          == (f"{CHUNK}", f"{THREADS}", f"{WEIGHTS_AHEAD}", f"{PHASES}"), numbers)
 
 
 def test_drawn_on_the_device(device_name):
