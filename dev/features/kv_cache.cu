@@ -31,23 +31,27 @@ template <int n>
 struct Count { static constexpr int value = n; };
 
 // rows (B,C), in shared memory: inp (B,C), or unless x is null the norm of x (B,C): a layernorm, or
-// without normb an RMSNorm. It is rounded as a stored norm would be. Other blocks of this kernel may
+// without normb an RMSNorm. It is rounded as a stored norm would be. Other blocks of the kernel may
 // have written inp and x, so neither is __restrict__.
 __device__ void bring_rows(float* rows, const real* inp, const float* x,
                            const real* __restrict__ normw, const real* __restrict__ normb,
                            float eps, int B, int C) {
     for (int i = W * threadIdx.x; !x && i < B * C; i += W * blockDim.x)
         store(rows + i, load<W>(inp + i));
-    // A quarter of the warps have a row: so all rows are made at once, and each as it would be alone.
+    // A quarter of the warps have a row: all rows are made at once, and each as it would be alone.
     int threads = blockDim.x / 4, row = threadIdx.x / threads, first = 4 * (threadIdx.x % threads);
     if (x) {
-        constexpr int loads = 4;  // under way at once
+        constexpr int loads = 2;  // packs of four numbers under way at once
         int step = 4 * threads;   // columns
         __shared__ float of_warp[2][16];
         float *to = rows + row * C, sum = 0.0f, squares = 0.0f;
-        Pack<4> w = {}, shift = {};  // for the first four columns, before they are needed
-        if (row < B && first < C) w = load<4>(normw + first);
-        if (row < B && first < C && normb) shift = load<4>(normb + first);
+        Pack<4> w[loads] = {}, shift[loads] = {};  // for the first of them
+#pragma unroll
+        for (int i = 0; i < loads; i++)
+            if (row < B && first + i * step < C) {
+                w[i] = load<4>(normw + first + i * step);
+                if (normb) shift[i] = load<4>(normb + first + i * step);
+            }
         for (int from = first; row < B && from < C; from += loads * step) {
             Pack<4> v[loads];
 #pragma unroll
@@ -72,15 +76,18 @@ __device__ void bring_rows(float* rows, const real* inp, const float* x,
         for (int c = first; row < B && c < C; c += step)
             for (int j = 0; j < 4; j++) squares += (to[c + j] - mean) * (to[c + j] - mean);
         float rstd = 1.0f / sqrtf(of_row(squares, of_warp[1]) / C + eps);
-        for (int c = first; row < B && c < C; c += step) {
-            if (c > first) w = load<4>(normw + c);
-            if (c > first && normb) shift = load<4>(normb + c);
+        auto finish = [&](int c, Pack<4> w, Pack<4> shift) {
             for (int j = 0; j < 4; j++) {
                 real rounded;
                 from_float(rounded, (to[c + j] - mean) * rstd * w[j] + shift[j]);
                 to[c + j] = to_float(rounded);
             }
-        }
+        };
+#pragma unroll
+        for (int i = 0; i < loads; i++)
+            if (row < B && first + i * step < C) finish(first + i * step, w[i], shift[i]);
+        for (int c = first + loads * step; row < B && c < C; c += step)
+            finish(c, load<4>(normw + c), normb ? load<4>(normb + c) : Pack<4>{});
     }
     __syncthreads();
 }
@@ -124,8 +131,12 @@ __device__ void linear(real* out, float* stream, const real* __restrict__ bias, 
         float shift = 0.0f, before = 0.0f;  // loaded before they are needed
         if (lane < R && bias) shift = to_float(bias[o]);
         if (lane < R && stream) before = stream[at];
-        Pack<R> sum = of_row(o), gates = {};
-        if (activation == SWIGLU) gates = of_row(OC + o);
+        Pack<R> sum = {}, gates = {};
+#pragma unroll 1  // the code of of_row is long
+        for (int row = o; row < (activation == SWIGLU ? 2 : 1) * OC; row += OC) {
+            Pack<R> found = of_row(row);
+            for (int r = 0; r < R; r++) (row == o ? sum : gates)[r] = found[r];
+        }
         if (lane >= R) continue;
         float y = sum[0], gate = gates[0];
         for (int r = 1; r < R; r++)
@@ -404,62 +415,79 @@ __device__ int first_row(const TokenPass& p, int i) {
 }
 
 // The rows of all weights that a warp multiplies, from product i on, in its order. A lane copies its
-// part of them, 16 bytes at a time, to AHEAD places of its own in shared memory. So weights arrive
+// part of them, 16 bytes at a time, to AHEAD places of its own in shared memory: so weights arrive
 // all the time, also while a block waits for others, and no thread waits for another's copy.
 struct Weights {
     const TokenPass& p;
-    real* places;        // this lane's: one every W * THREADS numbers
-    int i, place = 0;    // the product; the place that is used next
-    int row, column = 0; // what is copied next, by all lanes
-    bool gate = false;   // whether the row is one of SwiGLU's gates
-    Product product;
+    real* places;         // this lane's: one every W * THREADS numbers
+    int i;                // the product
+    int place = 0;        // what is used next, and then copied to
+    int freed = AHEAD;    // places from there on that have been used
+    int row, column = 0;  // what is copied next, by all lanes of the warp
+    bool gate = false;    // whether the row is one of SwiGLU's gates
+    const real* weight;   // the product's, (OC,C)
+    int OC, C;
 
     __device__ Weights(const TokenPass& p, real* places, int first)
         : p(p), places(places + W * threadIdx.x), i(first) {
         open();
-        for (int k = 0; k < AHEAD; k++) copy();
+        refill();
     }
     // Go to the first product from i on of which this warp has a row.
     __device__ void open() {
         for (; i <= 4 * p.L; i++) {
-            product = product_of(p, i);
+            Product product = product_of(p, i);
+            weight = product.weight, OC = product.OC, C = product.C;
             row = first_row(p, i);
-            if (row < product.OC) return;
+            if (row < OC) return;
         }
     }
-    __device__ void copy() {
-        if (i <= 4 * p.L) {
-            int c = column + W * (threadIdx.x % 32);
-            size_t from = (size_t)(gate ? product.OC + row : row) * product.C;
-            copy16(places + place * W * THREADS, product.weight + from + (c < product.C ? c : 0),
-                   c < product.C);
-            column += 32 * W;
-            if (column >= product.C) next_row();
+    // Start the copies to all free places.
+    __device__ void refill() {
+#pragma unroll 1
+        for (; freed > 0; freed--) {
+            if (i <= 4 * p.L) {
+                int c = column + W * (threadIdx.x % 32);
+                copy16(places + place * W * THREADS,
+                       weight + (size_t)(gate ? OC + row : row) * C + (c < C ? c : 0), c < C);
+                column += 32 * W;
+                if (column >= C) next_row();
+            }
+            copies_end();  // also without a copy, so that there are AHEAD groups
+            place = (place + 1) % AHEAD;
         }
-        copies_end();  // also without a copy, so that AHEAD groups are under way
-        place = (place + 1) % AHEAD;
     }
     __device__ void next_row() {
         column = 0;
-        gate = product.activation == SWIGLU && !gate;
+        gate = p.activation == SWIGLU && i % 4 == 2 && !gate;
         if (gate) return;
         row += gridDim.x * (THREADS / 32);
-        if (row < product.OC) return;
+        if (row < OC) return;
         i++;
         open();
     }
-    // The products of the next row with R rows (R,C), as products() has them.
+    // The products of the next row with R rows (R,C), as products() has them. The places that it
+    // leaves free are refilled later, when somebody waits.
     template <int R>
     __device__ Pack<R> products(const float* rows, int C) {
+        constexpr int depth = R == 1 ? 4 : 2, step = 32 * W;
         Pack<R> sum = {};
-        for (int from = 0; from < C; from += 32 * W) {
-            int c = from + W * (threadIdx.x % 32);
-            wait_for_copies<AHEAD - 1>();
-            Pack<W> w = load<W>(places + place * W * THREADS);
-            copy();  // to the same place
-            for (int r = 0; r < R && c < C; r++) {
-                Pack<W> x = load<W>(rows + r * C + c);
-                for (int j = 0; j < W; j++) sum[r] += w[j] * x[j];
+        for (int from = 0; from < C; from += depth * step) {
+            refill();
+            wait_for_copies<AHEAD - depth>();
+            Pack<W> w[depth];
+#pragma unroll
+            for (int d = 0; d < depth; d++)
+                if (from + d * step < C)
+                    w[d] = load<W>(places + (place + d) % AHEAD * (W * THREADS));
+            freed = min(depth, (C - from + step - 1) / step);
+#pragma unroll
+            for (int d = 0; d < depth; d++) {
+                int c = from + d * step + W * (threadIdx.x % 32);
+                for (int r = 0; r < R && c < C; r++) {
+                    Pack<W> x = load<W>(rows + r * C + c);
+                    for (int j = 0; j < W; j++) sum[r] += w[d][j] * x[j];
+                }
             }
         }
         for (int r = 0; r < R; r++) sum[r] = warp_sum(sum[r]);
@@ -467,29 +495,49 @@ struct Weights {
     }
 };
 
+using Total = unsigned long long;
+
+// To add 1 to a count, so that who reads the new value also sees what this thread's block wrote before;
+// and to read it in this way.
 #ifdef __CUDACC__
-__device__ unsigned long long load_acquire(const unsigned long long* p) {
-    unsigned long long x;
+__device__ Total add_and_release(Total* p) {
+    Total before;
+    asm volatile("atom.add.release.gpu.global.u64 %0, [%1], 1;" : "=l"(before) : "l"(p) : "memory");
+    return before;
+}
+__device__ void release(Total* p) {
+    asm volatile("red.add.release.gpu.global.u64 [%0], 1;" ::"l"(p) : "memory");
+}
+__device__ Total acquire(const Total* p) {
+    Total x;
     asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(x) : "l"(p) : "memory");
     return x;
 }
 #else
-__device__ unsigned long long load_acquire(const unsigned long long* p) { return *p; }
+__device__ Total add_and_release(Total* p) { return atomicAdd(p, Total(1)); }
+__device__ void release(Total* p) { atomicAdd(p, Total(1)); }
+__device__ Total acquire(const Total* p) { return *p; }
 #endif
 
-// All blocks wait for each other, and then see what the others have written. Each adds one to a
-// count, which grows for ever: all have come when it reaches the next multiple of their number. They
-// must all be on the GPU at once, and on a CPU there may be only one.
-__device__ void meet(unsigned long long* met) {
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        __threadfence();
-        unsigned long long blocks = gridDim.x, all = (atomicAdd(met, 1ull) / blocks + 1) * blocks;
-        while (load_acquire(met) < all) {}
-        __threadfence();
+// Meetings of all blocks, after each of which they see what the others wrote before it. A block adds
+// one to a count, which grows for ever: all have come when it reaches the next multiple of their
+// number. They must all be on the GPU at once; on a CPU there may be only one.
+struct Meetings {
+    Total* met;
+    Total all = 0;  // what met is when all have come; of thread 0
+
+    __device__ void come() {
+        __syncthreads();
+        if (threadIdx.x > 0) return;
+        if (all == 0) all = (add_and_release(met) / gridDim.x + 1) * gridDim.x;
+        else release(met), all += gridDim.x;
     }
-    __syncthreads();
-}
+    __device__ void wait() {
+        if (threadIdx.x == 0)
+            while (acquire(met) < all) {}
+        __syncthreads();
+    }
+};
 
 // Ask L2 for `size` numbers, unless null: each of a grid's first threads for 128 bytes.
 __device__ void prefetch_all(const real* numbers, size_t size) {
@@ -518,17 +566,23 @@ extern "C" __global__ void __launch_bounds__(512, 1) token_pass(TokenPass p, int
     int NKV = p.NH / GROUP, C = p.C;
     size_t layer = (size_t)p.rows * NKV * p.T * HS;  // numbers of a layer's keys
     Weights weights(p, (real*)ring, products_before(from));
+    Meetings meetings{p.met};
     for (int phase = from; phase < to; phase++) {
-        if (phase > from) meet(p.met);
-        int l = (phase - 1) / PHASES, i = products_before(phase);
-        bool attention = phase > 0 && l < p.L && (phase - 1) % PHASES == 1;
-        int next = products_before(phase + 1);
-        if (next <= 4 * p.L) {
-            Product ahead = product_of(p, next);
-            prefetch_all(ahead.normw, ahead.C);
-            prefetch_all(ahead.normb, ahead.C);
-            prefetch_all(ahead.bias, ahead.OC);
+        int l = (phase - 1) / PHASES, part = phase == 0 || l == p.L ? -1 : (phase - 1) % PHASES;
+        int i = products_before(phase);
+        Product now = product_of(p, i), next = product_of(p, min(i + 1, 4 * p.L));
+        if (phase > from) meetings.come();
+        weights.refill();
+        prefetch_all(next.normw, next.C);
+        prefetch_all(next.normb, next.C);
+        prefetch_all(next.bias, next.OC);
+        for (int k = 0; part == 0 && k < p.B * NKV; k++) {  // attention comes next
+            size_t at = l * layer + (size_t)k * p.T * HS;
+            size_t kept = (size_t)(p.positions[k / NKV] + 1) * HS;
+            prefetch_all(p.keys + at, kept);
+            prefetch_all(p.values + at, kept);
         }
+        if (phase > from) meetings.wait();
         if (phase == 0) {
             int threads = gridDim.x * THREADS, packs = C / 4;
             for (int k = blockIdx.x * THREADS + threadIdx.x; k < p.B * packs; k += threads) {
@@ -537,23 +591,15 @@ extern "C" __global__ void __launch_bounds__(512, 1) token_pass(TokenPass p, int
                 if (p.wpe) sum = sum + load<4>(p.wpe + (size_t)p.positions[row] * C + c);
                 store(p.residual + (size_t)row * C + c, sum);
             }
-        } else if (attention) {
+        } else if (part == 1) {
             int heads = p.B * NKV, most = (p.T + CHUNK - 1) / CHUNK;
             for (int k = blockIdx.x; k < heads * most; k += gridDim.x) {
-                attend<THREADS>(p.atty, p.keys + l * layer, p.values + l * layer, p.parts, p.arrived,
-                                p.qkv, p.rope, p.positions, p.scale, p.T, p.NH, k % heads, k / heads,
-                                most, rows);
+                attend<THREADS>(p.atty, p.keys + l * layer, p.values + l * layer, p.parts,
+                                p.arrived, p.qkv, p.rope, p.positions, p.scale, p.T, p.NH,
+                                k % heads, k / heads, most, rows);
                 __syncthreads();  // the next reuses shared memory
             }
         } else {
-            if (l < p.L && (phase - 1) % PHASES == 0)  // attention comes next
-                for (int k = 0; k < p.B * NKV; k++) {
-                    size_t at = l * layer + (size_t)k * p.T * HS;
-                    size_t kept = (size_t)(p.positions[k / NKV] + 1) * HS;
-                    prefetch_all(p.keys + at, kept);
-                    prefetch_all(p.values + at, kept);
-                }
-            Product now = product_of(p, i);
             bring_rows(rows, now.inp, now.inp ? nullptr : p.residual, now.normw, now.normb, p.eps,
                        p.B, now.C);
             with_rows(p.B, [&](auto count) {
@@ -562,7 +608,6 @@ extern "C" __global__ void __launch_bounds__(512, 1) token_pass(TokenPass p, int
                           first_row(p, i), gridDim.x * (THREADS / 32),
                           [&](int) { return weights.products<R>(rows, now.C); });
             });
-            // the next phase's rows are brought after a meeting
         }
     }
 }
@@ -582,8 +627,6 @@ extern "C" __global__ void keep_keys(real* __restrict__ keys, real* __restrict__
 }
 
 // ---- the next token ----
-
-using Total = unsigned long long;
 
 // Reals as unsigned numbers of the same order, of so many bits.
 constexpr int KEY_BITS = 8 * sizeof(real);
