@@ -17,6 +17,7 @@ The cache holds T tokens. Beyond that the model sees the last T, whose positions
 each token: then every token costs a full pass, as it does with --kv-cache 0. A full pass of
 anything else, such as a training step, empties the cache.
 """
+import itertools
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -86,6 +87,17 @@ def shared_of_pass(rows, widest, group, HS):
                                               shared_of_attention(group, HS, THREADS // 32))
 
 
+def batches_of(coins, count):
+    """Yield the numbers of `count` draws from iterators, in arrays (steps,len(coins)): one step at
+    first, because the first token is shown at once, then more, up to AHEAD."""
+    steps = 1
+    while count:
+        steps = min(steps, count)
+        yield np.array([[*itertools.islice(coin, steps)] for coin in coins], np.float32).T
+        count -= steps
+        steps = min(2 * steps, AHEAD)
+
+
 class Cached:
     """A model that keeps keys and values of the texts that it goes on from."""
     ACTIVATION = GELU
@@ -124,6 +136,7 @@ class Cached:
         self.few = self.few_of(config, device, T)
         self.cache = carve(self.arenas["cache"], cache_table(config, self.rows, T, device.real))
         self.held = [[] for _ in range(self.rows)]  # the tokens whose keys are kept
+        self.drawing = None  # who has tokens drawn by the device
         self.filling = None  # [row, layer], in a full pass that fills the cache
         self.now = None  # views of a token's pass: the activations of some rows
         self.added = None  # what the next norm adds to the stream, in a pass of many rows
@@ -142,6 +155,7 @@ class Cached:
     def forget(self):
         """Empty the cache: the parameters have changed, or may have."""
         self.held = [[] for _ in range(self.rows)]
+        self.drawing = None
 
     def set_batch(self, batch):
         if self.filling is None:
@@ -150,7 +164,8 @@ class Cached:
 
     def set_tensors(self, tensors, kept):
         super().set_tensors(tensors, kept)
-        self.held = [[] for _ in getattr(self, "held", ())]
+        if hasattr(self, "held"):
+            self.forget()
 
     def attention_forward(self, out, lse, qkv):
         """As GPT2's. In a full pass that fills the cache, keep the keys and values."""
@@ -193,21 +208,39 @@ class Cached:
         self.forget()  # so that a text has the same bits whatever was sampled before
         texts = [list(tokens) for tokens in texts]
         settings = temperature, top_k, top_p
-        ahead = 1  # the first token is shown at once
-        while count:
-            longest = max(map(len, texts))
-            steps = min(count, ahead, self.T + 1 - longest) if self.draws else 0
-            if steps > 0:
-                rows = self.draw(texts, steps, coins, settings)
+        ahead = max(0, min(count, self.T + 1 - max(map(len, texts)))) if self.draws else 0
+        yield from self.drawn_ahead(texts, ahead, coins, settings)
+        for _ in range(count - ahead):
+            row = [choose(logits, next(coin), *settings)
+                   for logits, coin in zip(self.logits_after(texts), coins)]
+            for tokens, token in zip(texts, row):
+                tokens.append(token)
+            yield row
+
+    def drawn_ahead(self, texts, count, coins, settings):
+        """As continued, up to T tokens, which the device draws: it draws the next ones while the
+        caller looks at those before. The texts get longer."""
+        batches = batches_of(coins, count)
+        batch = next(batches, None)
+        drawing = object()  # by which we know whether the device went on with our texts
+        while batch is not None:
+            if self.drawing is not drawing:  # at first, or another call has used the cache
+                self.fill_all(texts)
+                for row in range(len(texts)):
+                    self.held[row] = []  # until it is done
+                self.drawing = drawing
+                self.draw(batch, texts, settings)
+            following = next(batches, None)  # while the device draws
+            rows = self.device.get(self.cache.drawn)[: len(batch), : len(texts)].tolist()
+            for tokens, more in zip(texts, zip(*rows)):
+                tokens += more
+            batch = following
+            if batch is None:
+                for row, tokens in enumerate(texts):
+                    self.held[row] = tokens[:-1]
             else:
-                rows = [[choose(logits, next(coin), *settings)
-                         for logits, coin in zip(self.logits_after(texts), coins)]]
-            for row in rows:
-                for tokens, token in zip(texts, row):
-                    tokens.append(token)
-                yield row
-            count -= len(rows)
-            ahead = min(2 * ahead, AHEAD)
+                self.draw(batch, texts, settings)
+            yield from rows
 
     def logits_after(self, texts):
         """The logits (B,V) of the tokens that follow B texts, of which the model sees the last
@@ -216,22 +249,18 @@ class Cached:
             return self.next_logits_of(texts)
         return [self.next_logits(tokens[-self.T :]) for tokens in texts]
 
-    def draw(self, texts, steps, coins, settings):
-        """Draw the next tokens on the device: a list of `steps` lists (B)."""
-        B, cache = len(texts), self.cache
-        self.fill_all(texts, steps)
-        for row in range(B):
-            self.held[row] = []  # until it is done
-        drawn = np.zeros(cache.coins.shape, np.float32)
-        drawn[:steps, :B] = [[next(coin) for coin in coins] for _ in range(steps)]
-        self.device.put(cache.coins, drawn)
+    def draw(self, coins, texts, settings):
+        """Queue the draws of the next tokens of B texts, after those that were passed or drawn
+        last. coins: (steps,B)."""
+        steps, B = coins.shape
+        cache = self.cache
+        given = np.zeros(cache.coins.shape, np.float32)
+        given[:steps, :B] = coins
+        self.device.put(cache.coins, given)
         self.device.zero(cache.at)
+        self.reach(max(map(len, texts)) - 1 + steps)
         for _ in range(steps):
             self.repeat((B, self.now.span, *settings), lambda: self.pass_and_draw(*settings))
-        rows = self.device.get(cache.drawn)[:steps, :B].tolist()
-        for row, tokens in enumerate(texts):
-            self.held[row] = tokens + [step[row] for step in rows[:-1]]
-        return rows
 
     def pass_and_draw(self, *settings):
         """A token's pass, and the draw of the next token."""
@@ -263,18 +292,17 @@ class Cached:
             self.token_graphs.clear()
             raise
 
-    def fill_all(self, texts, steps=1):
-        """Get ready for a pass of the last token of each text, and steps - 1 more."""
+    def fill_all(self, texts):
+        """Get ready for a pass of the last token of each text."""
         for row, tokens in enumerate(texts):
             self.fill(row, tokens[:-1])
         self.begin(slice(0, len(texts)), [tokens[-1] for tokens in texts],
-                   [len(tokens) - 1 for tokens in texts], steps)
+                   [len(tokens) - 1 for tokens in texts])
 
-    def begin(self, rows, tokens, positions, steps=1):
-        """Go on with these rows of the cache, a slice, for some steps: each gets a token at a
-        position. token_attention is launched for a span of positions, so a graph is one for a
-        span: doubling makes few."""
+    def begin(self, rows, tokens, positions):
+        """Go on with these rows of the cache, a slice: each gets a token at a position."""
         cache = self.cache
+        self.drawing = None
         count = rows.stop - rows.start
         self.device.put(cache.tokens[rows], tokens)
         self.device.put(cache.positions[rows], positions)
@@ -283,8 +311,13 @@ class Cached:
             rows=rows, count=count, few=count <= self.few,
             **{name: array[:count] for name, array in vars(cache).items() if name not in whole})
         self.now.tokens, self.now.positions = cache.tokens[rows], cache.positions[rows]
+        self.reach(max(positions) + 1)
+
+    def reach(self, count):
+        """Get ready for attention to so many tokens. token_attention is launched for a span of
+        positions, so a graph is one for a span: doubling makes few."""
         span = self.T if self.in_one and self.now.few else CHUNK
-        while span < max(positions) + steps:
+        while span < count:
             span *= 2
         self.now.span = min(span, self.T)
 

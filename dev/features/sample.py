@@ -61,7 +61,7 @@ def coins_of(seed):
     """Random numbers in [0, 1), of 24 bits as llm.c's."""
     rng = np.random.default_rng(seed)
     while True:
-        yield rng.random(dtype=np.float32)
+        yield from rng.random(64, np.float32).tolist()
 
 
 def generate(model, tokens, count, temperature, top_k, coins, top_p=1.0):

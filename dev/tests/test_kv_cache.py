@@ -201,6 +201,13 @@ def test_drawn_on_the_device(device_name):
         found = [[*tokens] for tokens in together(model, text, count, temperature, top_k,
                                                   [coins_of(3), coins_of(4)], top_p)]
         yield f"t={temperature}, k={top_k}, p={top_p}", np.array(found), np.array(wish), EXACT
+    each = model.continued([text], count, [coins_of(3)], temperature, top_k, top_p)
+    found = []
+    for token in each:  # also if others use the cache, after the device has drawn ahead
+        found += token
+        if len(found) % 4 == 2:
+            model.next_logits(tokens_of(3, len(found)))
+    yield "in turns with other texts", np.array(found), np.array(wish[0]), EXACT
     [three] = together(model, text, 3, 0, 0, [coins_of(3)])
     tokens = [*text, *three, 7]
     yield "and then another token", model.next_logits(tokens), full.next_logits(tokens), 1e-5
