@@ -628,19 +628,37 @@ extern "C" __global__ void keep_keys(real* __restrict__ keys, real* __restrict__
 
 // ---- the next token ----
 
-// Reals as unsigned numbers of the same order, of so many bits.
+// Numbers as unsigned ones of the same order, of so many bits.
 constexpr int KEY_BITS = 8 * sizeof(real);
-__device__ unsigned key_of(real x) {
-    unsigned bits = __float_as_uint(to_float(x));
+__device__ unsigned key_of(float x) {
+    unsigned bits = __float_as_uint(x);
     return (bits >> 31 ? ~bits : bits | 0x80000000) >> (32 - KEY_BITS);
 }
 
-// The sum over i < V of f(i), in all threads.
+// A row of V logits.
+struct Logits {
+    const real* x;
+    int V;
+    bool aligned;  // to 16 bytes
+
+    // f(i, x[i]) for from <= i < to, by some threads. from is a multiple of W.
+    template <class F>
+    __device__ void each(int from, int to, int thread, int threads, F f) const {
+        int packs = aligned ? (to - from) / W : 0;
+        for (int k = thread; k < packs; k += threads) {
+            Pack<W> pack = load<W>(x + from + W * k);
+            for (int j = 0; j < W; j++) f(from + W * k + j, pack[j]);
+        }
+        for (int i = from + W * packs + thread; i < to; i += threads) f(i, to_float(x[i]));
+    }
+};
+
+// The sum of f(i, x[i]) over all logits, in all threads.
 template <class F>
-__device__ Total total(int V, F f) {
+__device__ Total total(const Logits& logits, F f) {
     __shared__ Total of_warp[32];
     Total sum = 0;
-    for (int i = threadIdx.x; i < V; i += blockDim.x) sum += f(i);
+    logits.each(0, logits.V, threadIdx.x, blockDim.x, [&](int i, float x) { sum += f(i, x); });
     sum = warp_sum(sum);
     if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = sum;
     __syncthreads();
@@ -649,12 +667,13 @@ __device__ Total total(int V, F f) {
     return sum;
 }
 
-// The first i < V at which logits x are largest, in all threads.
-__device__ int likeliest(int V, const real* x) {
+// The first i at which logits are largest, in all threads.
+__device__ int likeliest(const Logits& logits) {
     __shared__ Total of_warp[32];
     Total best = 0;  // the logit, and below it the index, from behind
     auto take = [&](Total other) { best = other > best ? other : best; };
-    for (unsigned i = threadIdx.x; i < V; i += blockDim.x) take((Total)key_of(x[i]) << 32 | ~i);
+    logits.each(0, logits.V, threadIdx.x, blockDim.x,
+                [&](unsigned i, float x) { take((Total)key_of(x) << 32 | ~i); });
     for (int distance = 16; distance > 0; distance /= 2)
         take(__shfl_xor_sync(FULL_WARP, best, distance));
     if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = best;
@@ -663,30 +682,46 @@ __device__ int likeliest(int V, const real* x) {
     return ~(unsigned)best;
 }
 
-// The first i < V at which f(0) + .. + f(i) exceeds a target; V - 1 if none does. A thread adds up
-// neighbours; then one thread walks over warps, over the threads of a warp, over numbers.
+// The first lane at which before plus the sum of x up to this lane exceeds a target, or 32. before
+// becomes the sum of all in front of that lane.
+__device__ int lane_beyond(Total target, Total x, Total& before) {
+    Total sum = x;  // of the lanes up to this one
+    for (int distance = 1; distance < 32; distance *= 2) {
+        Total other = __shfl_up_sync(FULL_WARP, sum, distance);
+        if (threadIdx.x % 32 >= distance) sum += other;
+    }
+    unsigned beyond = __ballot_sync(FULL_WARP, before + sum > target);
+    int lane = beyond ? __ffs(beyond) - 1 : 32;
+    before += __shfl_sync(FULL_WARP, beyond ? sum - x : sum, min(lane, 31));
+    return lane;
+}
+
+// The first i at which f(0, x[0]) + .. + f(i, x[i]) exceeds a target; V - 1 if none does. A thread
+// adds up neighbours; then one warp searches the warps, the threads of a warp, and numbers.
 template <class F>
-__device__ int first_beyond(Total target, int V, F f) {
+__device__ int first_beyond(Total target, const Logits& logits, F f) {
     __shared__ Total of_thread[1024], of_warp[32];
     __shared__ int found;
-    int threads = blockDim.x, each = (V + threads - 1) / threads, from = each * threadIdx.x;
+    int threads = blockDim.x, lane = threadIdx.x % 32, V = logits.V;
+    int each = ((V + threads - 1) / threads + W - 1) / W * W, from = min(each * (int)threadIdx.x, V);
     Total sum = 0;
-    for (int i = from; i < min(from + each, V); i++) sum += f(i);
+    logits.each(from, min(from + each, V), 0, 1, [&](int i, float x) { sum += f(i, x); });
     of_thread[threadIdx.x] = sum;
     sum = warp_sum(sum);
-    if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = sum;
+    if (lane == 0) of_warp[threadIdx.x / 32] = sum;
     __syncthreads();
-    if (threadIdx.x == 0) {
-        int warp = 0, thread = 0, i = 0;
+    if (threadIdx.x < 32) {
         Total before = 0;
-        while (warp < threads / 32 - 1 && before + of_warp[warp] <= target) before += of_warp[warp++];
-        for (thread = 32 * warp; thread < 32 * warp + 31; before += of_thread[thread++])
-            if (before + of_thread[thread] > target) break;
-        for (i = each * thread; i < V - 1; i++) {
-            before += f(i);
-            if (before > target) break;
+        int warp = lane_beyond(target, lane < threads / 32 ? of_warp[lane] : 0, before), i = V - 1;
+        if (warp < 32) {
+            int thread = 32 * warp + lane_beyond(target, of_thread[32 * warp + lane], before), at = 32;
+            for (from = each * thread; at == 32; from += 32) {
+                i = from + lane;
+                at = lane_beyond(target, i < V ? f(i, to_float(logits.x[i])) : 0, before);
+                i = from + at;
+            }
         }
-        found = min(i, V - 1);
+        if (lane == 0) found = i;
     }
     __syncthreads();
     int i = found;
@@ -706,38 +741,39 @@ extern "C" __global__ void __launch_bounds__(1024) draw_tokens(
     const real* __restrict__ logits, float temperature, int top_k, float top_p, int V, int Vp,
     int stride) {
     int b = blockIdx.x;
-    const real* x = logits + (size_t)b * Vp;
-    int token = likeliest(V, x);
+    Logits row{logits + (size_t)b * Vp, V, Vp % W == 0};
+    int token = likeliest(row);
     if (temperature != 0.0f) {
-        float top = to_float(x[token]);
+        float top = to_float(row.x[token]);
         unsigned least = 0;  // words above this are kept, and the first that equal it
         int last = V;
-        auto key = [&](int i) { return key_of(x[i]); };
-        auto weight = [&](int i) -> Total {
-            if (key(i) < least || key(i) == least && i > last) return 0;
-            return expf((to_float(x[i]) - top) / temperature) * 1099511627776.0f;
+        auto weight = [&](int i, float x) -> Total {
+            if (key_of(x) < least || key_of(x) == least && i > last) return 0;
+            return expf((x - top) / temperature) * 1099511627776.0f;
         };
         // Keep the fewest words, the likeliest first, of which f adds up to `wanted`.
         auto keep = [&](Total wanted, auto f) {
             unsigned found = 0;
             for (int bit = KEY_BITS - 1; bit >= 0; bit--) {
                 unsigned tried = found | 1u << bit;
-                if (total(V, [&](int i) -> Total { return key(i) >= tried ? f(i) : 0; }) >= wanted)
-                    found = tried;
+                auto kept = [&](int i, float x) -> Total { return key_of(x) >= tried ? f(i, x) : 0; };
+                if (total(row, kept) >= wanted) found = tried;
             }
-            Total above = total(V, [&](int i) -> Total { return key(i) > found ? f(i) : 0; });
-            int end = first_beyond(wanted - above - 1, V, [&](int i) -> Total {
-                return key(i) == found ? f(i) : 0;
+            Total above = total(row, [&](int i, float x) -> Total {
+                return key_of(x) > found ? f(i, x) : 0;
+            });
+            int end = first_beyond(wanted - above - 1, row, [&](int i, float x) -> Total {
+                return key_of(x) == found ? f(i, x) : 0;
             });
             least = found, last = end;
         };
-        if (0 < top_k && top_k < V) keep(top_k, [](int) -> Total { return 1; });
+        if (0 < top_k && top_k < V) keep(top_k, [](int, float) -> Total { return 1; });
         if (top_p < 1.0f) {
-            Total all = total(V, weight), wanted = ceil((double)top_p * all);
+            Total all = total(row, weight), wanted = ceil((double)top_p * all);
             keep(wanted > 0 ? wanted : 1, weight);
         }
-        Total target = (double)coins[at[b] * stride + b] * total(V, weight);
-        token = first_beyond(target, V, weight);
+        Total target = (double)coins[at[b] * stride + b] * total(row, weight);
+        token = first_beyond(target, row, weight);
     }
     if (threadIdx.x > 0) return;
     tokens[b] = token;

@@ -364,9 +364,10 @@ def test_draws(device_name, dtype):
     """draw_tokens against choose, with the same coins; in some rows many logits are equal, and one
     is minus infinity."""
     device = device_for(device_name, dtype, GPT2)
-    rng, V, Vp, B = np.random.default_rng(3), 1531, 1600, 4
-    for t, k, p in ((0, 0, 1.0), (1, 0, 1.0), (0.5, 0, 1.0), (1, 1, 1.0), (1, 5, 1.0),
-                    (2, 900, 0.8973), (1, 0, 0.7), (0.8, 2000, 0.05), (3, 40, 0.999)):
+    rng, V, B = np.random.default_rng(3), 1531, 4
+    for Vp, t, k, p in ((1600, 0, 0, 1.0), (1600, 1, 0, 1.0), (1603, 0.5, 0, 1.0),
+                        (1603, 1, 1, 1.0), (1600, 1, 5, 1.0), (1600, 2, 900, 0.8973),
+                        (1603, 1, 0, 0.7), (1600, 0.8, 2000, 0.05), (1603, 3, 40, 0.999)):
         logits = np.stack([rng.normal(0, 2, Vp), rng.integers(-3, 3, Vp), rng.normal(0, 9, Vp),
                            rng.integers(-1, 2, Vp) * 30.0])
         logits[:, V:] = 1000  # padding
