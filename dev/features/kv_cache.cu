@@ -122,11 +122,12 @@ __device__ Pack<R> products(const real* __restrict__ weight, const float* rows, 
 }
 
 // The rows first, first + step, .. of a weight, for R rows. of_row(o) are the products with row o.
+// Returns the first of these rows that is beyond OC.
 template <int R, class F>
-__device__ void linear(real* out, float* stream, const real* __restrict__ bias, int activation,
-                       int OC, int first, int step, F of_row) {
-    int lane = threadIdx.x % 32;  // lane r ends row r
-    for (int o = first; o < OC; o += step) {
+__device__ int linear(real* out, float* stream, const real* __restrict__ bias, int activation,
+                      int OC, int first, int step, F of_row) {
+    int lane = threadIdx.x % 32, o = first;  // lane r ends row r
+    for (; o < OC; o += step) {
         size_t at = (size_t)lane * OC + o;
         float shift = 0.0f, before = 0.0f;  // loaded before they are needed
         if (lane < R && bias) shift = to_float(bias[o]);
@@ -135,7 +136,8 @@ __device__ void linear(real* out, float* stream, const real* __restrict__ bias, 
 #pragma unroll 1  // the code of of_row is long
         for (int row = o; row < (activation == SWIGLU ? 2 : 1) * OC; row += OC) {
             Pack<R> found = of_row(row);
-            for (int r = 0; r < R; r++) (row == o ? sum : gates)[r] = found[r];
+            if (row == o) sum = found;
+            else gates = found;
         }
         if (lane >= R) continue;
         float y = sum[0], gate = gates[0];
@@ -147,15 +149,14 @@ __device__ void linear(real* out, float* stream, const real* __restrict__ bias, 
         if (stream) stream[at] = before + y;
         else from_float(out[at], y);
     }
+    return o;
 }
 
-// f(R) for R = B, from 1 to 4, as a constant
-template <class F>
+// f(R) for R = B, from 1 to `most`, as a constant
+template <int most, class F>
 __device__ void with_rows(int B, F f) {
-    if (B == 1) f(Count<1>());
-    if (B == 2) f(Count<2>());
-    if (B == 3) f(Count<3>());
-    if (B == 4) f(Count<4>());
+    if (B == most) f(Count<most>());
+    else if constexpr (most > 1) with_rows<most - 1>(B, f);
 }
 
 // For B <= 4 rows: y (B,OC) = rows (B,C) weight' + bias (OC), the latter unless null. The rows are
@@ -175,12 +176,42 @@ extern "C" __global__ void __launch_bounds__(256, 3) token_linear(
     for (int c = W * (threadIdx.x % 32); o < OC && c < C; c += 32 * W)
         prefetch(weight + (size_t)o * C + c);
     bring_rows(rows, inp, x, normw, normb, eps, B, C);
-    with_rows(B, [&](auto count) {
+    with_rows<4>(B, [&](auto count) {
         constexpr int R = decltype(count)::value;
         linear<R>(out, stream, bias, activation, OC, o, gridDim.x * (blockDim.x / 32),
                   [&](int row) { return products<R>(weight + (size_t)row * C, rows, C); });
     });
 }
+
+using Total = unsigned long long;
+
+// Add 1 to a count, so that who then reads it also sees what this thread's block wrote before; and
+// read it in this way. count_in_order does both, and returns what was there.
+#ifdef __CUDACC__
+__device__ int count_in_order(int* p) {
+    int before;
+    asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;" : "=r"(before) : "l"(p) : "memory");
+    return before;
+}
+__device__ Total count_in_order(Total* p) {
+    Total before;
+    asm volatile("atom.add.acq_rel.gpu.global.u64 %0, [%1], 1;" : "=l"(before) : "l"(p) : "memory");
+    return before;
+}
+__device__ void release(Total* p) {
+    asm volatile("red.add.release.gpu.global.u64 [%0], 1;" ::"l"(p) : "memory");
+}
+__device__ Total acquire(const Total* p) {
+    Total x;
+    asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(x) : "l"(p) : "memory");
+    return x;
+}
+#else
+template <class T>
+__device__ T count_in_order(T* p) { return atomicAdd(p, T(1)); }
+__device__ void release(Total* p) { atomicAdd(p, Total(1)); }
+__device__ Total acquire(const Total* p) { return *p; }
+#endif
 
 // ---- attention for one query a head ----
 
@@ -314,16 +345,14 @@ __device__ void attend(real* out, real* keys, real* values, float* parts, int* a
         part[g * (HS + 2) + HS] = tops[g];
         part[g * (HS + 2) + HS + 1] = sums[g];
     }
-    __threadfence();  // others see the part before they see that it is counted
     __syncthreads();
     __shared__ int last;
     if (threadIdx.x == 0) {
-        last = atomicAdd(arrived + head, 1) == chunks - 1;
+        last = count_in_order(arrived + head) == chunks - 1;
         if (last) arrived[head] = 0;
     }
     __syncthreads();
     if (!last) return;
-    __threadfence();
     const float* all = parts + (size_t)head * most * GROUP * (HS + 2);
     for (int i = threadIdx.x; i < GROUP * HS; i += blockDim.x) {
         int g = i / HS;
@@ -405,119 +434,175 @@ __device__ Product product_of(const TokenPass& p, int i) {
             nullptr, 0, H, C};
 }
 
-// The first of a warp's rows of product i; the next is as many rows further as there are warps. All
-// products' rows are dealt out in turn, neighbours to different blocks: so each block reads as much.
+// The rows of all products are dealt out to the warps in turn, and neighbours to different blocks: so
+// each block reads as much. This is the first of a warp's rows of product i; the next are as many
+// rows further as there are warps.
 __device__ int first_row(const TokenPass& p, int i) {
-    int C = p.C, QKV = (p.NH + 2 * (p.NH / GROUP)) * HS;
-    int before = i / 4 * (QKV + 2 * C + p.H) + (i % 4 > 0) * QKV + (i % 4 > 1) * C + (i % 4 > 2) * p.H;
+    int C = p.C, H = p.H, QKV = (p.NH + 2 * (p.NH / GROUP)) * HS, part = i % 4;
+    int before = i / 4 * (QKV + 2 * C + H) + (part > 0) * QKV + (part > 1) * C + (part > 2) * H;
     int warps = gridDim.x * (THREADS / 32), own = threadIdx.x / 32 * gridDim.x + blockIdx.x;
     return (own - before % warps + warps) % warps;
 }
 
-// The rows of all weights that a warp multiplies, from product i on, in its order. A lane copies its
+// The rows of all weights that a warp multiplies, in its order, from a product on. A lane copies its
 // part of them, 16 bytes at a time, to AHEAD places of its own in shared memory: so weights arrive
-// all the time, also while a block waits for others, and no thread waits for another's copy.
+// all the time, also while a block waits for others, and no thread waits for another's copy. A phase
+// is a chain of few instructions, each of which waits for the one before: so they are counted.
 struct Weights {
+    static constexpr int STEP = 32 * W, DEPTH = 4;  // a place's numbers; places waited for at once
     const TokenPass& p;
-    real* places;         // this lane's: one every W * THREADS numbers
-    int i;                // the product
-    int place = 0;        // what is used next, and then copied to
-    int freed = AHEAD;    // places from there on that have been used
-    int row, column = 0;  // what is copied next, by all lanes of the warp
-    bool gate = false;    // whether the row is one of SwiGLU's gates
-    const real* weight;   // the product's, (OC,C)
-    int OC, C;
+    real* places;            // this lane's: one every W * THREADS numbers
+    int i;                   // the product that is copied: 4 * p.L + 1 when all are
+    int place = 0;           // what is used next, and then copied to
+    int freed = AHEAD;       // places from there on that have been used
+    const real *weight, *from;  // the product's; this lane's next 16 bytes
+    int OC, C;               // its rows, and their numbers
+    int row, left;           // copied now; numbers of it that are left
+    bool gate = false;       // whether the row is one of SwiGLU's gates
 
     __device__ Weights(const TokenPass& p, real* places, int first)
-        : p(p), places(places + W * threadIdx.x), i(first) {
+        : p(p), places(places + W * threadIdx.x), i(first), row(first_row(p, first)) {
         open();
+        find_row();
         refill();
     }
-    // Go to the first product from i on of which this warp has a row.
     __device__ void open() {
-        for (; i <= 4 * p.L; i++) {
-            Product product = product_of(p, i);
-            weight = product.weight, OC = product.OC, C = product.C;
-            row = first_row(p, i);
-            if (row < OC) return;
+        Product product = product_of(p, i);
+        weight = product.weight, OC = product.OC, C = product.C;
+    }
+    // Go to `row`, which may be one of a later product.
+    __device__ void find_row() {
+        while (row >= OC && i <= 4 * p.L) {
+            row -= OC;
+            if (++i <= 4 * p.L) open();
         }
+        from = weight + (size_t)row * C + W * (threadIdx.x % 32);
+        left = C;
     }
     // Start the copies to all free places.
     __device__ void refill() {
 #pragma unroll 1
         for (; freed > 0; freed--) {
             if (i <= 4 * p.L) {
-                int c = column + W * (threadIdx.x % 32);
-                copy16(places + place * W * THREADS,
-                       weight + (size_t)(gate ? OC + row : row) * C + (c < C ? c : 0), c < C);
-                column += 32 * W;
-                if (column >= C) next_row();
+                copy16(places + place * (W * THREADS), from, W * (threadIdx.x % 32) < left);
+                from += STEP, left -= STEP;
+                if (left <= 0) next_row();
             }
             copies_end();  // also without a copy, so that there are AHEAD groups
             place = (place + 1) % AHEAD;
         }
     }
     __device__ void next_row() {
-        column = 0;
-        gate = p.activation == SWIGLU && i % 4 == 2 && !gate;
-        if (gate) return;
-        row += gridDim.x * (THREADS / 32);
-        if (row < OC) return;
-        i++;
-        open();
+        gate = p.activation == SWIGLU && i % 4 == 2 && i < 4 * p.L && !gate;
+        if (gate) {
+            from = weight + (size_t)(OC + row) * C + W * (threadIdx.x % 32);
+            left = C;
+        } else {
+            row += gridDim.x * (THREADS / 32);
+            find_row();
+        }
     }
-    // The products of the next row with R rows (R,C), as products() has them. The places that it
-    // leaves free are refilled later, when somebody waits.
-    template <int R>
-    __device__ Pack<R> products(const float* rows, int C) {
-        constexpr int depth = R == 1 ? 4 : 2, step = 32 * W;
-        Pack<R> sum = {};
-        for (int from = 0; from < C; from += depth * step) {
-            refill();
-            wait_for_copies<AHEAD - depth>();
-            Pack<W> w[depth];
+    // Add the products with places g..g+3, if the row has `left` numbers.
+    template <int R, int g>
+    __device__ void add(Pack<R>* sums, const float* x, int left, int C) {
+        if (left <= g * STEP) return;
+        wait_for_copies<AHEAD - g - DEPTH>();
+        constexpr int loads = R < 3 ? DEPTH : 1;  // as registers hold
 #pragma unroll
-            for (int d = 0; d < depth; d++)
-                if (from + d * step < C)
-                    w[d] = load<W>(places + (place + d) % AHEAD * (W * THREADS));
-            freed = min(depth, (C - from + step - 1) / step);
+        for (int d = 0; d < DEPTH; d += loads) {
+            Pack<W> w[loads];
 #pragma unroll
-            for (int d = 0; d < depth; d++) {
-                int c = from + d * step + W * (threadIdx.x % 32);
-                for (int r = 0; r < R && c < C; r++) {
-                    Pack<W> x = load<W>(rows + r * C + c);
-                    for (int j = 0; j < W; j++) sum[r] += w[d][j] * x[j];
+            for (int k = 0; k < loads; k++)
+                if ((g + d + k) * STEP < left)
+                    w[k] = load<W>(places + (place + g + d + k) % AHEAD * (W * THREADS));
+#pragma unroll
+            for (int k = 0; k < loads; k++) {
+                int c = (g + d + k) * STEP;
+                for (int r = 0; r < R && c + W * (threadIdx.x % 32) < left; r++) {
+                    Pack<W> values = load<W>(x + r * C + c);
+                    for (int j = 0; j < W; j++) sums[d + k][r] += w[k][j] * values[j];
                 }
             }
         }
-        for (int r = 0; r < R; r++) sum[r] = warp_sum(sum[r]);
+    }
+    // The products of the next row with R rows (R,C), in four sums, which are short chains. The
+    // places that it leaves free are refilled later, when somebody waits.
+    template <int R>
+    __device__ Pack<R> products(const float* rows, int C) {
+        Pack<R> sums[DEPTH] = {}, sum;
+        const float* x = rows + W * (threadIdx.x % 32);
+        for (int base = 0; base < C; base += AHEAD * STEP) {
+            refill();
+            add<R, 0>(sums, x + base, C - base, C);
+            add<R, 4>(sums, x + base, C - base, C);
+            add<R, 8>(sums, x + base, C - base, C);
+            add<R, 12>(sums, x + base, C - base, C);
+            freed = min(AHEAD, (C - base + STEP - 1) / STEP);
+        }
+        for (int r = 0; r < R; r++)
+            sum[r] = warp_sum((sums[0][r] + sums[1][r]) + (sums[2][r] + sums[3][r]));
         return sum;
     }
 };
 
-using Total = unsigned long long;
-
-// To add 1 to a count, so that who reads the new value also sees what this thread's block wrote before;
-// and to read it in this way.
-#ifdef __CUDACC__
-__device__ Total add_and_release(Total* p) {
-    Total before;
-    asm volatile("atom.add.release.gpu.global.u64 %0, [%1], 1;" : "=l"(before) : "l"(p) : "memory");
-    return before;
+// rows (R,C), in shared memory: the norm of x (R,C), as bring_rows makes it, but for the order of
+// sums. A warp has 128 columns of a row, four a lane, which stay in registers. All sums of 128 are
+// added up in order: so a row has the same bits among others as alone.
+template <int R>
+__device__ void norm_rows(float* rows, const float* x, const real* __restrict__ normw,
+                          const real* __restrict__ normb, float eps) {
+    constexpr int C = CHANNELS, parts = (C + 127) / 128, warps = THREADS / 32;
+    constexpr int tasks = (R * parts + warps - 1) / warps;  // of a warp
+    __shared__ float sums[2][R * parts];
+    int warp = threadIdx.x / 32, column = 4 * (threadIdx.x % 32);
+    Pack<4> v[tasks] = {}, w[tasks] = {}, shift[tasks] = {};
+    auto each = [&](auto f) {  // f(task, its sums' place, its row, its column)
+#pragma unroll
+        for (int k = 0; k < tasks; k++) {
+            int part = warp + k * warps, row = part / parts, c = part % parts * 128 + column;
+            if (part < R * parts) f(k, part, row, c);
+        }
+    };
+    auto of_row = [&](const float* sums, int row) {
+        float sum = 0.0f;
+        for (int i = 0; i < parts; i++) sum += sums[row * parts + i];
+        return sum / C;
+    };
+    each([&](int k, int part, int row, int c) {
+        if (c >= C) return;
+        v[k] = load<4>(x + row * C + c);
+        w[k] = load<4>(normw + c);
+        if (normb) shift[k] = load<4>(normb + c);
+    });
+    if (normb) {
+        each([&](int k, int part, int row, int c) {
+            float sum = warp_sum((v[k][0] + v[k][1]) + (v[k][2] + v[k][3]));
+            if (column == 0) sums[0][part] = sum;
+        });
+        __syncthreads();
+        each([&](int k, int part, int row, int c) {
+            float mean = of_row(sums[0], row);
+            for (int j = 0; j < 4; j++) v[k][j] -= mean;
+        });
+    }
+    each([&](int k, int part, int row, int c) {
+        float sum = 0.0f;
+        for (int j = 0; j < 4; j++) sum += c < C ? v[k][j] * v[k][j] : 0.0f;
+        sum = warp_sum(sum);
+        if (column == 0) sums[1][part] = sum;
+    });
+    __syncthreads();
+    each([&](int k, int part, int row, int c) {
+        float rstd = 1.0f / sqrtf(of_row(sums[1], row) + eps);
+        for (int j = 0; j < 4; j++) {
+            real rounded;
+            from_float(rounded, v[k][j] * rstd * w[k][j] + shift[k][j]);
+            v[k][j] = to_float(rounded);
+        }
+        if (c < C) store(rows + row * C + c, v[k]);
+    });
+    __syncthreads();
 }
-__device__ void release(Total* p) {
-    asm volatile("red.add.release.gpu.global.u64 [%0], 1;" ::"l"(p) : "memory");
-}
-__device__ Total acquire(const Total* p) {
-    Total x;
-    asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(x) : "l"(p) : "memory");
-    return x;
-}
-#else
-__device__ Total add_and_release(Total* p) { return atomicAdd(p, Total(1)); }
-__device__ void release(Total* p) { atomicAdd(p, Total(1)); }
-__device__ Total acquire(const Total* p) { return *p; }
-#endif
 
 // Meetings of all blocks, after each of which they see what the others wrote before it. A block adds
 // one to a count, which grows for ever: all have come when it reaches the next multiple of their
@@ -529,7 +614,7 @@ struct Meetings {
     __device__ void come() {
         __syncthreads();
         if (threadIdx.x > 0) return;
-        if (all == 0) all = (add_and_release(met) / gridDim.x + 1) * gridDim.x;
+        if (all == 0) all = (count_in_order(met) / gridDim.x + 1) * gridDim.x;
         else release(met), all += gridDim.x;
     }
     __device__ void wait() {
@@ -555,61 +640,79 @@ __device__ void prefetch_all(const real* numbers, size_t size) {
 // Phases from..to-1 run. ring is how many floats of shared memory hold what is on its way; behind
 // them are the rows that a product reads, or attention's numbers. Items: blocks, at most as many as
 // the GPU has multiprocessors.
-BLOCK(512, 1)
-extern "C" __global__ void __launch_bounds__(512, 1) token_pass(TokenPass p, int from, int to) {
-    DYNAMIC_SHARED(float, ring);
+template <int most>
+__device__ void run_phases(const TokenPass& p, int from, int to, float* ring) {
     float* rows = ring + AHEAD * THREADS * 4;
     auto products_before = [&](int phase) {  // how many are in earlier phases
         int l = (phase - 1) / PHASES, part = (phase - 1) % PHASES;
         return phase == 0 ? 0 : 4 * l + part - (part > 1);
     };
-    int NKV = p.NH / GROUP, C = p.C;
+    int NKV = p.NH / GROUP, C = p.C, own = blockIdx.x * THREADS + threadIdx.x;
     size_t layer = (size_t)p.rows * NKV * p.T * HS;  // numbers of a layer's keys
+    int first = first_row(p, products_before(from));  // of this warp, of the next product
     Weights weights(p, (real*)ring, products_before(from));
     Meetings meetings{p.met};
     for (int phase = from; phase < to; phase++) {
+        if (phase > from) meetings.come();
         int l = (phase - 1) / PHASES, part = phase == 0 || l == p.L ? -1 : (phase - 1) % PHASES;
         int i = products_before(phase);
         Product now = product_of(p, i), next = product_of(p, min(i + 1, 4 * p.L));
-        if (phase > from) meetings.come();
         weights.refill();
         prefetch_all(next.normw, next.C);
         prefetch_all(next.normb, next.C);
         prefetch_all(next.bias, next.OC);
-        for (int k = 0; part == 0 && k < p.B * NKV; k++) {  // attention comes next
-            size_t at = l * layer + (size_t)k * p.T * HS;
-            size_t kept = (size_t)(p.positions[k / NKV] + 1) * HS;
-            prefetch_all(p.keys + at, kept);
-            prefetch_all(p.values + at, kept);
+        for (int b = 0; part == 0 && b < p.B; b++) {  // attention comes next
+            constexpr int line = 128 / sizeof(real);
+            int lines = ((p.positions[b] + 1) * HS + line - 1) / line;  // of a head
+            for (int k = own; k < NKV * lines; k += gridDim.x * THREADS) {
+                size_t at = l * layer + (size_t)(b * NKV + k / lines) * p.T * HS + k % lines * line;
+                prefetch(p.keys + at);
+                prefetch(p.values + at);
+            }
         }
         if (phase > from) meetings.wait();
         if (phase == 0) {
             int threads = gridDim.x * THREADS, packs = C / 4;
-            for (int k = blockIdx.x * THREADS + threadIdx.x; k < p.B * packs; k += threads) {
+            for (int k = own; k < p.B * packs; k += threads) {
                 int row = k / packs, c = 4 * (k % packs);
                 Pack<4> sum = load<4>(p.wte + (size_t)p.tokens[row] * C + c);
                 if (p.wpe) sum = sum + load<4>(p.wpe + (size_t)p.positions[row] * C + c);
                 store(p.residual + (size_t)row * C + c, sum);
             }
         } else if (part == 1) {
-            int heads = p.B * NKV, most = (p.T + CHUNK - 1) / CHUNK;
-            for (int k = blockIdx.x; k < heads * most; k += gridDim.x) {
+            int heads = p.B * NKV, chunks = (p.T + CHUNK - 1) / CHUNK;
+            for (int k = blockIdx.x; k < heads * chunks; k += gridDim.x) {
                 attend<THREADS>(p.atty, p.keys + l * layer, p.values + l * layer, p.parts,
                                 p.arrived, p.qkv, p.rope, p.positions, p.scale, p.T, p.NH,
-                                k % heads, k / heads, most, rows);
+                                k % heads, k / heads, chunks, rows);
                 __syncthreads();  // the next reuses shared memory
             }
         } else {
-            bring_rows(rows, now.inp, now.inp ? nullptr : p.residual, now.normw, now.normb, p.eps,
-                       p.B, now.C);
-            with_rows(p.B, [&](auto count) {
+            with_rows<most>(p.B, [&](auto count) {
                 constexpr int R = decltype(count)::value;
-                linear<R>(now.out, now.out ? nullptr : p.residual, now.bias, now.activation, now.OC,
-                          first_row(p, i), gridDim.x * (THREADS / 32),
-                          [&](int) { return weights.products<R>(rows, now.C); });
+                if (now.inp) bring_rows(rows, now.inp, nullptr, nullptr, nullptr, 0.0f, R, now.C);
+                else norm_rows<R>(rows, p.residual, now.normw, now.normb, p.eps);
+                first = linear<R>(now.out, now.out ? nullptr : p.residual, now.bias, now.activation,
+                                  now.OC, first, gridDim.x * (THREADS / 32),
+                                  [&](int) { return weights.products<R>(rows, now.C); });
             });
+            first -= now.OC;
         }
     }
+}
+
+BLOCK(512, 1)
+extern "C" __global__ void __launch_bounds__(512, 1) token_pass(TokenPass p, int from, int to) {
+    DYNAMIC_SHARED(float, ring);
+    run_phases<4>(p, from, to, ring);
+}
+
+// The same for B = 1, with fewer registers.
+BLOCK(512, 1)
+extern "C" __global__ void __launch_bounds__(512, 1) token_pass_alone(TokenPass p, int from,
+                                                                      int to) {
+    DYNAMIC_SHARED(float, ring);
+    run_phases<1>(p, from, to, ring);
 }
 
 // keys and values (NKV,T,HS) of tokens 0..N-1 = those of qkv (N,NH+2NKV,HS), which a full pass of

@@ -338,7 +338,8 @@ class Cached:
         """Launch token_pass for some of its phases: the embedding, PHASES of each layer, the
         head."""
         blocks = self.device.multiprocessors if self.device.name == "cuda" else self.blocks_on_cpu
-        self.device.launch("token_pass", blocks, self.describe_pass(), first, end, threads=THREADS,
+        kernel = "token_pass_alone" if self.now.count == 1 else "token_pass"
+        self.device.launch(kernel, blocks, self.describe_pass(), first, end, threads=THREADS,
                            shared=self.shared)
 
     def describe_pass(self):
