@@ -453,7 +453,7 @@ struct Weights {
     const TokenPass& p;
     real* places;            // this lane's: one every W * THREADS numbers
     int i;                   // the product that is copied: 4 * p.L + 1 when all are
-    int place = 0;           // what is used next, and then copied to
+    unsigned place = 0;      // what is used next, and then copied to
     int freed = AHEAD;       // places from there on that have been used
     const real *weight, *from;  // the product's; this lane's next 16 bytes
     int OC, C;               // its rows, and their numbers
@@ -502,26 +502,54 @@ struct Weights {
             find_row();
         }
     }
-    // Add the products with places g..g+3, if the row has `left` numbers.
-    template <int R, int g>
-    __device__ void add(Pack<R>* sums, const float* x, int left, int C) {
-        if (left <= g * STEP) return;
-        wait_for_copies<AHEAD - g - DEPTH>();
-        constexpr int loads = R < 3 ? DEPTH : 1;  // as registers hold
+    __device__ Pack<W> taken(unsigned k) {
+        return load<W>(places + (place + k) % AHEAD * (W * THREADS));
+    }
+    // Add the products with places g..g+count-1, of all lanes.
+    template <int R, int g, int count>
+    __device__ void add_whole(Pack<R>* sums, const float* x, int C) {
+        constexpr int loads = R < 3 ? count : 1;  // as registers hold
 #pragma unroll
-        for (int d = 0; d < DEPTH; d += loads) {
+        for (int d = 0; d < count; d += loads) {
             Pack<W> w[loads];
 #pragma unroll
-            for (int k = 0; k < loads; k++)
-                if ((g + d + k) * STEP < left)
-                    w[k] = load<W>(places + (place + g + d + k) % AHEAD * (W * THREADS));
+            for (int k = 0; k < loads; k++) w[k] = taken(g + d + k);
 #pragma unroll
-            for (int k = 0; k < loads; k++) {
-                int c = (g + d + k) * STEP;
-                for (int r = 0; r < R && c + W * (threadIdx.x % 32) < left; r++) {
-                    Pack<W> values = load<W>(x + r * C + c);
+            for (int k = 0; k < loads; k++)
+                for (int r = 0; r < R; r++) {
+                    Pack<W> values = load<W>(x + r * C + (g + d + k) * STEP);
                     for (int j = 0; j < W; j++) sums[d + k][r] += w[k][j] * values[j];
                 }
+        }
+    }
+    // The same with at most DEPTH places, of a row that has `left` numbers. Without branches it is
+    // several times faster.
+    template <int R, int g>
+    __device__ void add(Pack<R>* sums, const float* x, int left, int C) {
+        constexpr int whole = CHANNELS / STEP, rest = CHANNELS % STEP == 0 ? whole % DEPTH : 0;
+        if (left <= g * STEP) return;
+        wait_for_copies<AHEAD - g - DEPTH>();
+        if (left >= (g + DEPTH) * STEP) {
+            add_whole<R, g, DEPTH>(sums, x, C);
+            return;
+        }
+        if constexpr (rest > 0 && g == whole - rest)
+            if (left == CHANNELS) {
+                add_whole<R, g, rest>(sums, x, C);
+                return;
+            }
+#pragma unroll 1
+        for (int d = 0; d < DEPTH; d++) {
+            int c = (g + d) * STEP;
+            if (c + W * (threadIdx.x % 32) >= left) break;
+            Pack<W> w = taken(g + d);
+            for (int r = 0; r < R; r++) {
+                Pack<W> values = load<W>(x + r * C + c);
+                float sum = 0.0f;
+                for (int j = 0; j < W; j++) sum += w[j] * values[j];
+#pragma unroll
+                for (int k = 0; k < DEPTH; k++)
+                    if (k == d) sums[k][r] += sum;
             }
         }
     }
