@@ -27,9 +27,6 @@ extern "C" __global__ void token_embedding(
 
 constexpr int GELU = 1, SWIGLU = 2;
 
-template <int n>
-struct Count { static constexpr int value = n; };
-
 // rows (B,C), in shared memory: inp (B,C), or unless x is null the norm of x (B,C): a layernorm, or
 // without normb an RMSNorm. It is rounded as a stored norm would be. Other blocks of the kernel may
 // have written inp and x, so neither is __restrict__.
@@ -121,27 +118,27 @@ __device__ Pack<R> products(const real* __restrict__ weight, const float* rows, 
     return sum;
 }
 
-// The rows first, first + step, .. of a weight, for R rows. of_row(o) are the products with row o.
-// Returns the first of these rows that is beyond OC.
-template <int R, class F>
+// The rows first, first + step, .. of a weight, for B rows. of_row(o) are the products with row o,
+// of B rows or more. Returns the first of the weight's rows that is beyond OC.
+template <class F>
 __device__ int linear(real* out, float* stream, const real* __restrict__ bias, int activation,
-                      int OC, int first, int step, F of_row) {
+                      int B, int OC, int first, int step, F of_row) {
     int lane = threadIdx.x % 32, o = first;  // lane r ends row r
     for (; o < OC; o += step) {
         size_t at = (size_t)lane * OC + o;
         float shift = 0.0f, before = 0.0f;  // loaded before they are needed
-        if (lane < R && bias) shift = to_float(bias[o]);
-        if (lane < R && stream) before = stream[at];
-        Pack<R> sum = {}, gates = {};
+        if (lane < B && bias) shift = to_float(bias[o]);
+        if (lane < B && stream) before = stream[at];
+        decltype(of_row(o)) sum = {}, gates = {};
 #pragma unroll 1  // the code of of_row is long
         for (int row = o; row < (activation == SWIGLU ? 2 : 1) * OC; row += OC) {
-            Pack<R> found = of_row(row);
+            auto found = of_row(row);
             if (row == o) sum = found;
             else gates = found;
         }
-        if (lane >= R) continue;
+        if (lane >= B) continue;
         float y = sum[0], gate = gates[0];
-        for (int r = 1; r < R; r++)
+        for (int r = 1; r < sizeof(sum) / sizeof y; r++)
             if (lane == r) y = sum[r], gate = gates[r];
         y += shift;
         if (activation == GELU) y = gelu(y);
@@ -152,19 +149,13 @@ __device__ int linear(real* out, float* stream, const real* __restrict__ bias, i
     return o;
 }
 
-// f(R) for R = B, from 1 to `most`, as a constant
-template <int most, class F>
-__device__ void with_rows(int B, F f) {
-    if (B == most) f(Count<most>());
-    else if constexpr (most > 1) with_rows<most - 1>(B, f);
-}
-
 // For B <= 4 rows: y (B,OC) = rows (B,C) weight' + bias (OC), the latter unless null. The rows are
 // inp, or norm(x) unless x is null. Then stream (B,OC) += y, unless null; else out (B,OC) =
 // y, GELU(y) with activation 1; with 2, y * silu(gate), and weight (2*OC,C) has rows for y and then
 // for the gate. A warp has a row of the weight at a time, 16 bytes a lane, and the B rows are in
-// shared memory: each block makes their norm anew, which costs less than a launch. Meanwhile L2 gets
-// the first row of the weight of each warp. Bound by memory: the weight is read once. Items: blocks.
+// shared memory: each block makes their norm anew, which costs less than a launch. Meanwhile L2
+// gets the first row of the weight of each warp. Bound by memory: the weight is read once. Items:
+// blocks.
 BLOCK(256, 1)
 extern "C" __global__ void __launch_bounds__(256, 3) token_linear(
     real* __restrict__ out, float* __restrict__ stream, const real* __restrict__ inp,
@@ -176,11 +167,14 @@ extern "C" __global__ void __launch_bounds__(256, 3) token_linear(
     for (int c = W * (threadIdx.x % 32); o < OC && c < C; c += 32 * W)
         prefetch(weight + (size_t)o * C + c);
     bring_rows(rows, inp, x, normw, normb, eps, B, C);
-    with_rows<4>(B, [&](auto count) {
-        constexpr int R = decltype(count)::value;
-        linear<R>(out, stream, bias, activation, OC, o, gridDim.x * (blockDim.x / 32),
-                  [&](int row) { return products<R>(weight + (size_t)row * C, rows, C); });
-    });
+    auto multiply = [&](auto of_row) {
+        linear(out, stream, bias, activation, B, OC, o, gridDim.x * (blockDim.x / 32), of_row);
+    };
+    auto at = [&](int row) { return weight + (size_t)row * C; };
+    if (B == 1) multiply([&](int row) { return products<1>(at(row), rows, C); });
+    if (B == 2) multiply([&](int row) { return products<2>(at(row), rows, C); });
+    if (B == 3) multiply([&](int row) { return products<3>(at(row), rows, C); });
+    if (B == 4) multiply([&](int row) { return products<4>(at(row), rows, C); });
 }
 
 using Total = unsigned long long;
@@ -384,11 +378,11 @@ extern "C" __global__ void __launch_bounds__(256) token_attention(
 // ---- all layers for at most four rows, in one kernel ----
 
 // What token_pass reads and writes: kv_cache.py has the same names. Tensors that each layer has are
-// stacks (L,..). hidden (B,H) and activation are the MLP's; heads of keys (L,rows,NKV,T,HS) begin at
-// the first of the B rows.
+// stacks (L,..). hidden (B,H) and activation are the MLP's; keys and values (L,rows,NKV,T,HS) begin
+// at the first of the B rows.
 struct TokenPass {
-    const real *wte, *wpe, *ln1w, *ln1b, *qkvw, *qkvb, *attprojw, *attprojb, *ln2w, *ln2b, *fcw, *fcb;
-    const real *fcprojw, *fcprojb, *lnfw, *lnfb, *head;
+    const real *wte, *wpe, *ln1w, *ln1b, *qkvw, *qkvb, *attprojw, *attprojb, *ln2w, *ln2b, *fcw;
+    const real *fcb, *fcprojw, *fcprojb, *lnfw, *lnfb, *head;
     const float* rope;
     const int *tokens, *positions;
     float* residual;
@@ -434,9 +428,9 @@ __device__ Product product_of(const TokenPass& p, int i) {
             nullptr, 0, H, C};
 }
 
-// The rows of all products are dealt out to the warps in turn, and neighbours to different blocks: so
-// each block reads as much. This is the first of a warp's rows of product i; the next are as many
-// rows further as there are warps.
+// The rows of all products are dealt out to the warps in turn, neighbours to different blocks, so
+// that each block reads as much as the others. This is the first of a warp's rows of product i; the
+// next are as many rows further as there are warps.
 __device__ int first_row(const TokenPass& p, int i) {
     int C = p.C, H = p.H, QKV = (p.NH + 2 * (p.NH / GROUP)) * HS, part = i % 4;
     int before = i / 4 * (QKV + 2 * C + H) + (part > 0) * QKV + (part > 1) * C + (part > 2) * H;
@@ -444,10 +438,11 @@ __device__ int first_row(const TokenPass& p, int i) {
     return (own - before % warps + warps) % warps;
 }
 
-// The rows of all weights that a warp multiplies, in its order, from a product on. A lane copies its
-// part of them, 16 bytes at a time, to AHEAD places of its own in shared memory: so weights arrive
-// all the time, also while a block waits for others, and no thread waits for another's copy. A phase
-// is a chain of few instructions, each of which waits for the one before: so they are counted.
+// The rows of all weights that a warp multiplies, in its order, from a product on. A lane copies
+// its part of them, 16 bytes at a time, to AHEAD places of its own in shared memory: so weights
+// arrive all the time, also while a block waits for others, and no thread waits for another's copy.
+// A phase lasts as long as the chain of its slowest warp's instructions, each of which waits four
+// to six cycles for the one before; so what can be done while others are waited for is done then.
 struct Weights {
     static constexpr int STEP = 32 * W, DEPTH = 4;  // a place's numbers; places waited for at once
     const TokenPass& p;
@@ -573,12 +568,12 @@ struct Weights {
     }
 };
 
-// rows (R,C), in shared memory: the norm of x (R,C), as bring_rows makes it, but for the order of
-// sums. A warp has 128 columns of a row, four a lane, which stay in registers. All sums of 128 are
-// added up in order: so a row has the same bits among others as alone.
+// rows (B,C), in shared memory, with B <= R: the norm of x (B,C), as bring_rows makes it, but for
+// the order of sums. A warp has 128 columns of a row, four a lane, which stay in registers. The
+// sums of 128 are added up in order: so a row has the same bits among others as alone.
 template <int R>
 __device__ void norm_rows(float* rows, const float* x, const real* __restrict__ normw,
-                          const real* __restrict__ normb, float eps) {
+                          const real* __restrict__ normb, float eps, int B) {
     constexpr int C = CHANNELS, parts = (C + 127) / 128, warps = THREADS / 32;
     constexpr int tasks = (R * parts + warps - 1) / warps;  // of a warp
     __shared__ float sums[2][R * parts];
@@ -588,7 +583,7 @@ __device__ void norm_rows(float* rows, const float* x, const real* __restrict__ 
 #pragma unroll
         for (int k = 0; k < tasks; k++) {
             int part = warp + k * warps, row = part / parts, c = part % parts * 128 + column;
-            if (part < R * parts) f(k, part, row, c);
+            if (part < B * parts) f(k, part, row, c);
         }
     };
     auto of_row = [&](const float* sums, int row) {
@@ -632,9 +627,9 @@ __device__ void norm_rows(float* rows, const float* x, const real* __restrict__ 
     __syncthreads();
 }
 
-// Meetings of all blocks, after each of which they see what the others wrote before it. A block adds
-// one to a count, which grows for ever: all have come when it reaches the next multiple of their
-// number. They must all be on the GPU at once; on a CPU there may be only one.
+// Meetings of all blocks, after each of which they see what the others wrote before it. A block
+// adds one to a count, which grows for ever: all have come when it reaches the next multiple of
+// their number. They must all be on the GPU at once; on a CPU there may be only one.
 struct Meetings {
     Total* met;
     Total all = 0;  // what met is when all have come; of thread 0
@@ -658,17 +653,17 @@ __device__ void prefetch_all(const real* numbers, size_t size) {
     if (numbers && i < size) prefetch(numbers + i);
 }
 
-// A token's pass for B <= 4 sequences, from tokens and positions (B) to logits (B,Vp): all that
-// token_embedding, token_linear and token_attention do. Phase 0 embeds; a layer has a phase for qkv,
-// attention, attproj, fc and fcproj; the last is the head. Between phases all blocks meet, which
-// takes a microsecond, a sixth of a launch. Bound by memory: the weights are read once, without a
-// break, because they do not depend on what the blocks wait for. What else a phase reads from device
-// memory is brought to L2 a phase ahead.
+// A token's pass for B <= R sequences, from tokens and positions (B) to logits (B,Vp): all that
+// token_embedding, token_linear and token_attention do. Phase 0 embeds; a layer has a phase for
+// qkv, attention, attproj, fc and fcproj; the last is the head. Between phases all blocks meet,
+// which takes a fifth of the time from a launch to the next. Bound by memory in the head, else by
+// latency: weights are read without a break, because they do not depend on what the blocks wait
+// for, and what else a phase reads is brought to L2 a phase ahead.
 //
-// Phases from..to-1 run. ring is how many floats of shared memory hold what is on its way; behind
-// them are the rows that a product reads, or attention's numbers. Items: blocks, at most as many as
-// the GPU has multiprocessors.
-template <int most>
+// Phases from..to-1 run. ring is shared memory: places for weights on their way, and behind them
+// the rows that a product reads, or attention's numbers. Items: blocks, at most as many as the GPU
+// has multiprocessors.
+template <int R>
 __device__ void run_phases(const TokenPass& p, int from, int to, float* ring) {
     float* rows = ring + AHEAD * THREADS * 4;
     auto products_before = [&](int phase) {  // how many are in earlier phases
@@ -716,14 +711,11 @@ __device__ void run_phases(const TokenPass& p, int from, int to, float* ring) {
                 __syncthreads();  // the next reuses shared memory
             }
         } else {
-            with_rows<most>(p.B, [&](auto count) {
-                constexpr int R = decltype(count)::value;
-                if (now.inp) bring_rows(rows, now.inp, nullptr, nullptr, nullptr, 0.0f, R, now.C);
-                else norm_rows<R>(rows, p.residual, now.normw, now.normb, p.eps);
-                first = linear<R>(now.out, now.out ? nullptr : p.residual, now.bias, now.activation,
-                                  now.OC, first, gridDim.x * (THREADS / 32),
-                                  [&](int) { return weights.products<R>(rows, now.C); });
-            });
+            if (now.inp) bring_rows(rows, now.inp, nullptr, nullptr, nullptr, 0.0f, p.B, now.C);
+            else norm_rows<R>(rows, p.residual, now.normw, now.normb, p.eps, p.B);
+            first = linear(now.out, now.out ? nullptr : p.residual, now.bias, now.activation, p.B,
+                           now.OC, first, gridDim.x * (THREADS / 32),
+                           [&](int) { return weights.products<R>(rows, now.C); });
             first -= now.OC;
         }
     }
@@ -735,7 +727,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) token_pass(TokenPass p, int
     run_phases<4>(p, from, to, ring);
 }
 
-// The same for B = 1, with fewer registers.
+// The same for B = 1.
 BLOCK(512, 1)
 extern "C" __global__ void __launch_bounds__(512, 1) token_pass_alone(TokenPass p, int from,
                                                                       int to) {
@@ -834,7 +826,8 @@ __device__ int first_beyond(Total target, const Logits& logits, F f) {
     __shared__ Total of_thread[1024], of_warp[32];
     __shared__ int found;
     int threads = blockDim.x, lane = threadIdx.x % 32, V = logits.V;
-    int each = ((V + threads - 1) / threads + W - 1) / W * W, from = min(each * (int)threadIdx.x, V);
+    int each = ((V + threads - 1) / threads + W - 1) / W * W;
+    int from = min(each * (int)threadIdx.x, V);
     Total sum = 0;
     logits.each(from, min(from + each, V), 0, 1, [&](int i, float x) { sum += f(i, x); });
     of_thread[threadIdx.x] = sum;
@@ -845,7 +838,8 @@ __device__ int first_beyond(Total target, const Logits& logits, F f) {
         Total before = 0;
         int warp = lane_beyond(target, lane < threads / 32 ? of_warp[lane] : 0, before), i = V - 1;
         if (warp < 32) {
-            int thread = 32 * warp + lane_beyond(target, of_thread[32 * warp + lane], before), at = 32;
+            warp *= 32;
+            int thread = warp + lane_beyond(target, of_thread[warp + lane], before), at = 32;
             for (from = each * thread; at == 32; from += 32) {
                 i = from + lane;
                 at = lane_beyond(target, i < V ? f(i, to_float(logits.x[i])) : 0, before);
@@ -887,8 +881,10 @@ extern "C" __global__ void __launch_bounds__(1024) draw_tokens(
             unsigned found = 0;
             for (int bit = KEY_BITS - 1; bit >= 0; bit--) {
                 unsigned tried = found | 1u << bit;
-                auto kept = [&](int i, float x) -> Total { return key_of(x) >= tried ? f(i, x) : 0; };
-                if (total(row, kept) >= wanted) found = tried;
+                Total sum = total(row, [&](int i, float x) -> Total {
+                    return key_of(x) >= tried ? f(i, x) : 0;
+                });
+                if (sum >= wanted) found = tried;
             }
             Total above = total(row, [&](int i, float x) -> Total {
                 return key_of(x) > found ? f(i, x) : 0;

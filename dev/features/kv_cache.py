@@ -83,6 +83,7 @@ def shared_of_attention(group, HS, warps=8):
 def shared_of_pass(rows, widest, group, HS):
     """The shared memory of token_pass in bytes: the weights under way, and behind them the rows of
     the widest product, or what attention needs."""
+    rows = 1 if rows == 1 else 4  # as it is compiled for
     return 16 * THREADS * WEIGHTS_AHEAD + max(4 * rows * widest,
                                               shared_of_attention(group, HS, THREADS // 32))
 
