@@ -269,12 +269,24 @@ __device__ void attend(real* out, real* keys, real* values, float* parts, int* a
     __syncthreads();
 
     const real *k = keys + start + (size_t)first * HS, *v = values + start + (size_t)first * HS;
+    constexpr int EACH = CHUNK / MEMBERS;      // keys of a member
+    constexpr bool EARLY = EACH * PACKS <= 4;  // are its keys and values loaded at once?
+    struct Pair { Stored<n, real> key, value; } early[EACH][PACKS];
 #pragma unroll
-    for (int s = member; s < CHUNK; s += MEMBERS) {
+    for (int i = 0; i < EACH; i++)
+        if (EARLY && member + i * MEMBERS < count)
+            each_pack_of_head([&](int p, int c) {
+                size_t at = (size_t)(member + i * MEMBERS) * HS + c;
+                early[i][p].key = *reinterpret_cast<const Stored<n, real>*>(k + at);
+                early[i][p].value = *reinterpret_cast<const Stored<n, real>*>(v + at);
+            });
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        int s = member + i * MEMBERS;
         float score[GROUP] = {};
         if (s < count)
             each_pack_of_head([&](int p, int c) {
-                Pack<n> key = load<n>(k + (size_t)s * HS + c);
+                Pack<n> key = load<n>(EARLY ? early[i][p].key.x : k + (size_t)s * HS + c);
                 for (int g = 0; g < GROUP; g++)
                     for (int j = 0; j < n; j++) score[g] += q[g * HS + c + j] * key[j];
             });
@@ -304,15 +316,25 @@ __device__ void attend(real* out, real* keys, real* values, float* parts, int* a
     real* result = out + ((size_t)b * NH + (size_t)kv * GROUP) * HS;  // (GROUP,HS)
     for (int from = 0; from < GROUP; from += AT_ONCE) {
         Pack<n> sum[AT_ONCE][PACKS] = {};
+        auto add = [&](int s, int p, int c, const real* at) {
+            Pack<n> value = load<n>(at);
+            for (int g = 0; g < AT_ONCE; g++) {
+                float weight = weights[min(from + g, GROUP - 1) * CHUNK + s];
+                for (int j = 0; j < n; j++) sum[g][p][j] += weight * value[j];
+            }
+        };
+        if constexpr (EARLY) {
+#pragma unroll
+            for (int i = 0; i < EACH; i++)
+                if (member + i * MEMBERS < count)
+                    each_pack_of_head([&](int p, int c) {
+                        add(member + i * MEMBERS, p, c, early[i][p].value.x);
+                    });
+        } else {
 #pragma unroll 4
-        for (int s = member; s < count; s += MEMBERS)
-            each_pack_of_head([&](int p, int c) {
-                Pack<n> value = load<n>(v + (size_t)s * HS + c);
-                for (int g = 0; g < AT_ONCE; g++) {
-                    float weight = weights[min(from + g, GROUP - 1) * CHUNK + s];
-                    for (int j = 0; j < n; j++) sum[g][p][j] += weight * value[j];
-                }
-            });
+            for (int s = member; s < count; s += MEMBERS)
+                each_pack_of_head([&](int p, int c) { add(s, p, c, v + (size_t)s * HS + c); });
+        }
         for (int g = 0; g < AT_ONCE; g++)  // the members of a warp; all lanes must take part
             for (int p = 0; p < PACKS; p++)
                 for (int j = 0; j < n; j++)
