@@ -185,8 +185,9 @@ def main():
                         f"= {c.maxT} tokens in all")
     tensors = {name: np.array(values) for name, values in (
         read_parameters(flags.model, c) if from_file else draw_parameters(c, 42))}
-    print(f"{flags.model}, {flags.dtype}, {flags.device}: {flags.batch} texts, context "
-          f"{max(flags.context, FIRST + 1)}")
+    first = max(flags.context, FIRST + 1)
+    print(f"{flags.model}, {flags.dtype}, {flags.device}: {flags.batch} texts, tokens {first} to "
+          f"{first + flags.tokens - 1}")
     peers = [] if flags.alone else [("torch", pytorch), ("transformers", with_transformers)]
     for package, measure in [(None, ours), *peers]:
         if package and not importlib.util.find_spec(package):

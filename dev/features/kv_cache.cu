@@ -743,10 +743,11 @@ __device__ void run_phases(const TokenPass& p, int from, int to, float* ring) {
     }
 }
 
+// Turing has too little shared memory for it.
 BLOCK(512, 1)
 extern "C" __global__ void __launch_bounds__(512, 1) token_pass(TokenPass p, int from, int to) {
     DYNAMIC_SHARED(float, ring);
-    run_phases<4>(p, from, to, ring);
+    if (!TURING) run_phases<4>(p, from, to, ring);
 }
 
 // The same for B = 1.
@@ -754,7 +755,7 @@ BLOCK(512, 1)
 extern "C" __global__ void __launch_bounds__(512, 1) token_pass_alone(TokenPass p, int from,
                                                                       int to) {
     DYNAMIC_SHARED(float, ring);
-    run_phases<1>(p, from, to, ring);
+    if (!TURING) run_phases<1>(p, from, to, ring);
 }
 
 // keys and values (NKV,T,HS) of tokens 0..N-1 = those of qkv (N,NH+2NKV,HS), which a full pass of
