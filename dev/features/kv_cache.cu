@@ -3,6 +3,12 @@ The pass of one token per sequence, whose keys and values are kept: see kv_cache
 have a row each, so products with a weight read all of the weight for a few rows: they are bound by
 memory, and so is attention, which reads all kept keys and values for one query. Compiled after
 kernels.cu.
+
+Up to four sequences, where shared memory suffices: token_pass, which is all layers in one launch,
+for one sequence token_pass_alone. Elsewhere token_embedding, token_linear and token_attention do
+the same, each in a launch of its own: read these first. More sequences: token_embedding,
+token_attention, and the device's products. Then draw_tokens. keep_keys is for the pass over a
+prompt.
 */
 
 namespace kv_cache {
@@ -243,8 +249,9 @@ __device__ void each_pack_of_head(F f) {
 // beyond the position end at once. If several have keys, each leaves its sum in parts, with the
 // largest score and the sum of weights; the last of them to finish adds all up, in order. arrived
 // counts them: it begins as zeros and is left as zeros. Bound by memory: keys and values are read
-// once. `most` is how many chunks of a head parts has room for; q is shared memory.
-template <int THREADS>
+// once. `most` is how many chunks of a head parts has room for; q is shared memory. eager: load
+// all keys and values of a thread at once, as many as registers hold.
+template <int THREADS, bool eager>
 __device__ void attend(real* out, real* keys, real* values, float* parts, int* arrived,
                        const real* qkv, const float* __restrict__ rope, const int* positions,
                        float scale, int T, int NH, int head, int chunk, int most, float* q) {
@@ -270,7 +277,7 @@ __device__ void attend(real* out, real* keys, real* values, float* parts, int* a
 
     const real *k = keys + start + (size_t)first * HS, *v = values + start + (size_t)first * HS;
     constexpr int EACH = CHUNK / MEMBERS;      // keys of a member
-    constexpr bool EARLY = EACH * PACKS <= 4;  // are its keys and values loaded at once?
+    constexpr bool EARLY = eager && EACH * PACKS <= 4;
     struct Pair { Stored<n, real> key, value; } early[EACH][PACKS];
 #pragma unroll
     for (int i = 0; i < EACH; i++)
@@ -393,8 +400,8 @@ extern "C" __global__ void __launch_bounds__(256) token_attention(
     const real* __restrict__ qkv, const float* __restrict__ rope,
     const int* __restrict__ positions, float scale, int B, int T, int NH) {
     DYNAMIC_SHARED(float, q);
-    attend<256>(out, keys, values, parts, arrived, qkv, rope, positions, scale, T, NH, blockIdx.x,
-                blockIdx.y, gridDim.y, q);
+    attend<256, false>(out, keys, values, parts, arrived, qkv, rope, positions, scale, T, NH,
+                       blockIdx.x, blockIdx.y, gridDim.y, q);
 }
 
 // ---- all layers for at most four rows, in one kernel ----
@@ -654,7 +661,7 @@ __device__ void norm_rows(float* rows, const float* x, const real* __restrict__ 
 // their number. They must all be on the GPU at once; on a CPU there may be only one.
 struct Meetings {
     Total* met;
-    Total all = 0;  // what met is when all have come; of thread 0
+    Total& all;  // what met is when all have come, or 0; in shared memory, for thread 0
 
     __device__ void come() {
         __syncthreads();
@@ -693,10 +700,12 @@ __device__ void run_phases(const TokenPass& p, int from, int to, float* ring) {
         return phase == 0 ? 0 : 4 * l + part - (part > 1);
     };
     int NKV = p.NH / GROUP, C = p.C, own = blockIdx.x * THREADS + threadIdx.x;
-    size_t layer = (size_t)p.rows * NKV * p.T * HS;  // numbers of a layer's keys
+    auto layer = [&](int l) { return (size_t)l * p.rows * NKV * p.T * HS; };  // its keys' place
     int first = first_row(p, products_before(from));  // of this warp, of the next product
     Weights weights(p, (real*)ring, products_before(from));
-    Meetings meetings{p.met};
+    __shared__ Total all;
+    if (threadIdx.x == 0) all = 0;
+    Meetings meetings{p.met, all};
     for (int phase = from; phase < to; phase++) {
         if (phase > from) meetings.come();
         int l = (phase - 1) / PHASES, part = phase == 0 || l == p.L ? -1 : (phase - 1) % PHASES;
@@ -710,7 +719,8 @@ __device__ void run_phases(const TokenPass& p, int from, int to, float* ring) {
             constexpr int line = 128 / sizeof(real);
             int lines = ((p.positions[b] + 1) * HS + line - 1) / line;  // of a head
             for (int k = own; k < NKV * lines; k += gridDim.x * THREADS) {
-                size_t at = l * layer + (size_t)(b * NKV + k / lines) * p.T * HS + k % lines * line;
+                size_t head = b * NKV + k / lines;
+                size_t at = layer(l) + head * p.T * HS + k % lines * line;
                 prefetch(p.keys + at);
                 prefetch(p.values + at);
             }
@@ -727,9 +737,9 @@ __device__ void run_phases(const TokenPass& p, int from, int to, float* ring) {
         } else if (part == 1) {
             int heads = p.B * NKV, chunks = (p.T + CHUNK - 1) / CHUNK;
             for (int k = blockIdx.x; k < heads * chunks; k += gridDim.x) {
-                attend<THREADS>(p.atty, p.keys + l * layer, p.values + l * layer, p.parts,
-                                p.arrived, p.qkv, p.rope, p.positions, p.scale, p.T, p.NH,
-                                k % heads, k / heads, chunks, rows);
+                attend<THREADS, R == 1>(p.atty, p.keys + layer(l), p.values + layer(l), p.parts,
+                                        p.arrived, p.qkv, p.rope, p.positions, p.scale, p.T, p.NH,
+                                        k % heads, k / heads, chunks, rows);
                 __syncthreads();  // the next reuses shared memory
             }
         } else {
