@@ -208,8 +208,13 @@ __device__ Total acquire(const Total* p) {
 }
 #else
 template <class T>
-__device__ T count_in_order(T* p) { return atomicAdd(p, T(1)); }
-__device__ void release(Total* p) { atomicAdd(p, Total(1)); }
+__device__ T count_in_order(T* p) {
+    __threadfence();
+    T before = atomicAdd(p, T(1));
+    __threadfence();
+    return before;
+}
+__device__ void release(Total* p) { count_in_order(p); }
 __device__ Total acquire(const Total* p) { return *p; }
 #endif
 
