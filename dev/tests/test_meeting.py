@@ -19,13 +19,16 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 
+from dev.features.ranks import launch
 from dev.features.ranks.environment import launched
 from dev.features.ranks.meeting import Meeting, Point, first_host
 from dev.tests.checks import TOP, check, check_refusal, fast
+from prepro_tinyshakespeare import UserError
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -35,6 +38,23 @@ def an_end():
     signal.alarm(0)
     for job in started:
         job.kill()
+
+
+def test_statuses(tmp_path):
+    """On a GPU a rank ends its process with its run's status, 0 if the run returns none; with 1
+    after an error."""
+    found = []
+
+    def failing(ranks):
+        raise UserError("planted")
+
+    with mock.patch.dict(sys.modules, cupy=mock.Mock()), mock.patch.multiple(
+            launch, launched=lambda: ("nobody", 0, 1, 0, 1), Meeting=mock.Mock(),
+            Ranks=lambda *_: SimpleNamespace(via=SimpleNamespace(leave=found.append))):
+        for work in (lambda ranks: None, lambda ranks: 0, lambda ranks: 3, failing):
+            flags = SimpleNamespace(gpus=None, device="cuda", output=str(tmp_path))
+            launch.start(flags, work)
+    check("statuses", found == [0, 0, 3, 1], found)
 
 
 @fast

@@ -49,7 +49,7 @@ def start(flags, work):
             sys.stdout = sys.stderr = steady(open(path, "a", encoding="utf-8"))
         meeting.expect_same(flags_of(flags))  # since they decide what follows
         ranks = Ranks(meeting, device, local)
-        status = work(ranks)
+        status = work(ranks) or 0  # a run that ends well has none
         meeting.leave()
     except (UserError, OSError, KeyboardInterrupt) as e:
         print(f"error: {e}" if str(e) else "interrupted", file=sys.stderr)
