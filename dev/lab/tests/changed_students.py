@@ -127,7 +127,7 @@ CHANGED = (
      "wrong: blockIdx", [("blockIdx.x * blockDim.x + threadIdx.x", "threadIdx.x"),
       ("+= __expf", "+= expf"), ("? __expf", "? expf")], "int row", "+) top", "* Vp +"),
     ("softmax_forward_uninitialised_sum", "softmax_forward_fast_expf",
-     "wrong: initiali[sz]ed|no (first |start )?value|given a value|never set", [
+     "wrong: initiali[sz]ed|no (first |start )?value|given a value|before it gets|never set", [
       ("sum = 0.0f;", "sum;"), ("+= __expf", "+= expf"), ("? __expf", "? expf")], "LOWEST"),
     ("softmax_forward_include_vector", "softmax_forward_vector",
      "wrong: vector", [("BLOCK", "#include <vector>\n\nBLOCK")], "include"),

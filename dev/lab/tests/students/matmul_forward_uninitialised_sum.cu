@@ -1,4 +1,4 @@
-// wrong: initiali[sz]ed|no (first |start )?value|given a value|never set
+// wrong: initiali[sz]ed|no (first |start )?value|given a value|before it gets a value|never set
 BLOCK(256, threads)
 extern "C" __global__ void my_matmul_forward(
     real* out, const real* inp, const real* weight, const real* bias, int N, int C, int OC) {
