@@ -86,11 +86,8 @@ QUIET inline void fill_with_poison(void* p, size_t bytes, Poison kind) {
     memcpy(at, &bits, bytes);
 }
 // By default such a variable has the compiler's own pattern, which leaves it to warn.
-template <class T> inline __attribute__((always_inline)) void unset(T& x) {
-    if (poison_bits[OF_VARIABLES] == ~0u) return;
-    const unsigned bits = poison_bits[OF_VARIABLES];
-    char* at = reinterpret_cast<char*>(&x);
-    for (size_t i = 0; i < sizeof x; i += 4) memcpy(at + i, &bits, sizeof x - i < 4 ? sizeof x - i : 4);
+inline __attribute__((always_inline)) void unset(void* at, size_t bytes) {
+    if (poison_bits[OF_VARIABLES] != ~0u) fill_with_poison(at, bytes, OF_VARIABLES);
 }
 }  // namespace cuda_on_cpu
 // A GPU's heap, of which each allocation takes 16 bytes more than was asked for. Counts what each thread of a block has
@@ -115,7 +112,7 @@ inline void* operator new[](size_t bytes, cuda_on_cpu::Heap) {
 // student_text.py puts this behind the declaration of a variable without a first value. Without the switch the compiler
 // warns of such a variable.
 #ifdef CHOSEN_POISON
-#define UNSET(variable) cuda_on_cpu::unset(variable);
+#define UNSET(variable) cuda_on_cpu::unset(&variable, sizeof variable);
 #else
 #define UNSET(variable)
 #endif
