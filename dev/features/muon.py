@@ -75,13 +75,8 @@ STATE_VERSION = 2  # of a state file that has Muon's momentum
 # ---- Products of many matrices
 
 
-class Batch:
-    """A mixin in front of a device."""
-
-    def matmul_batch(self, out, left, right, factor=1.0, add=None, share=0.0):
-        """out[i] = factor * left[i] @ right[i] + share * add[i], for arrays of as many matrices, of
-        real numbers; without add, only the product."""
-        raise NotImplementedError
+class Orthogonal:
+    """What the mixins below share: each has matmul_batch for its device."""
 
     def orthogonalize(self, x, y, gram, poly):
         """x (n,rows,columns), each of norm 1, to matrices whose singular values are about 1. y, as
@@ -97,11 +92,12 @@ class Batch:
         return x
 
 
-class BatchOnCpu(Batch):
+class BatchOnCpu(Orthogonal):
     """A mixin in front of a CPU's device."""
 
     def matmul_batch(self, out, left, right, factor=1.0, add=None, share=0.0):
-        """As Batch's."""
+        """out[i] = factor * left[i] @ right[i] + share * add[i], for arrays of as many matrices, of
+        real numbers; without add, only the product."""
         product = np.empty(out.shape[1:], np.float32)
         for i in range(len(out)):
             self.matmul(product, left[i], right[i])
@@ -111,12 +107,12 @@ class BatchOnCpu(Batch):
             out[i] = to_bf16(total) if out.dtype == BF16 else total
 
 
-class BatchOnGpu(Batch):
+class BatchOnGpu(Orthogonal):
     """A mixin in front of FastCuda: a batch is one product of cuBLASLt."""
     BATCH = {"BATCH_COUNT": (5, ctypes.c_int32), "STRIDED_BATCH_OFFSET": (6, ctypes.c_int64)}
 
     def matmul_batch(self, out, left, right, factor=1.0, add=None, share=0.0):
-        """As Batch's. cuBLASLt reads add where it lies, and writes out."""
+        """As BatchOnCpu's. cuBLASLt reads add where it lies, and writes out."""
         key = "batch", out.shape, left.shape, left.strides, right.strides, out.itemsize
         if key not in self.plans:
             plan = self.describe(out[0], left[0], right[0], dict(EPILOGUE=EPILOGUES["DEFAULT"]))
@@ -144,11 +140,11 @@ class BatchOnGpu(Batch):
                       ctypes.c_size_t(ctypes.sizeof(value)))
 
 
-class BatchOnPlainGpu(Batch):
+class BatchOnPlainGpu(Orthogonal):
     """A mixin in front of Cuda: a batch is one product of CuPy's cuBLAS, which adds in place."""
 
     def matmul_batch(self, out, left, right, factor=1.0, add=None, share=0.0):
-        """As Batch's."""
+        """As BatchOnCpu's."""
         if add is not None:
             out[...] = add
         I, J = out.shape[1:]

@@ -66,7 +66,7 @@ class OwnSymmetric:
     smallest = 512  # side; launches of smaller products take longer than cuBLASLt's
 
     def orthogonalize(self, x, y, gram, poly):
-        """As muon.Batch's."""
+        """As muon.Orthogonal's."""
         side, length = sorted(x.shape[1:])
         if not (self.hopper and side >= self.smallest and fits(x, gram)):
             return super().orthogonalize(x, y, gram, poly)
