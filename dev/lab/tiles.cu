@@ -80,20 +80,6 @@ __device__ __forceinline__ void right_transposed(Pair (&b)[4], const real* tile,
 #endif
 }
 
-// A from columns r..r+15 of rows c..c+15 of a wide tile, transposed.
-__device__ __forceinline__ void left_of_wide(Pair (&a)[4], const real* tile, int r, int c) {
-    int lane = threadIdx.x % 32;
-#ifdef BF16
-    load_matrices_transposed(a, tile + (c + lane % 8 + lane / 16 * 8) * WIDE_LD + r + lane / 8 % 2 * 8);
-#else
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const real* x = tile + (c + 2 * (lane % 4) + i / 2 * 8) * WIDE_LD + r + lane / 4 + i % 2 * 8;
-        a[i] = {x[0], x[WIDE_LD]};
-    }
-#endif
-}
-
 // Two B side by side, whose 16 columns are columns c..c+15 of a tile's rows r..r+15: for a product with the tile
 // itself.
 template <int LD>
@@ -137,7 +123,7 @@ __device__ __forceinline__ void multiply(float (&d)[M][N][4], const real* one, i
         Pair a[M][4], b[4];
 #pragma unroll
         for (int m = 0; m < M; m++)
-            if (left_wide) left_of_wide(a[m], one, r + 16 * m, c);
+            if (left_wide) left_transposed<WIDE_LD>(a[m], one, c, r + 16 * m);
             else left<LD>(a[m], one, r + 16 * m, c);
 #pragma unroll
         for (int n = 0; n < N / 2; n++) {
