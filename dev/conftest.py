@@ -11,9 +11,11 @@ import pytest
 # Before NumPy is imported: kernels compile in half the time, and processes share the cores.
 os.environ |= {"CXXFLAGS": "-O1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", **os.environ}
 
+from dev.cpu import races
+from dev.cpu.host import compiler_of
 from dev.features.order import has_gpu
 from dev.lab import workers
-from dev.tests import checks, models
+from dev.tests import checks, models, trainings
 
 # The longest files begin, so that two processes end together. Those of SPLIT are not kept whole.
 FIRST = ["test_" + x for x in "ranks programs llama3 kills exercise races resume".split()]
@@ -99,3 +101,16 @@ def folder(nothing_remains):
     """A folder of the test's own."""
     with TemporaryDirectory() as path:
         yield Path(path).resolve()
+
+
+@pytest.fixture
+def token_data(folder):
+    """Files of tokens for trainings in the test's folder."""
+    trainings.token_files(folder)
+
+
+@pytest.fixture
+def race_finder():
+    """Skip the test if the compiler finds no races."""
+    if not races.finds_races(compiler_of()):
+        pytest.skip(f"{compiler_of()} cannot look for races")

@@ -2,6 +2,7 @@
 
 pytest runs the tests: see dev/conftest.py. test_gpt2.py uses this without pytest.
 """
+import contextlib
 import inspect
 import os
 import re
@@ -122,6 +123,17 @@ def finite_difference(name, f, df, *inputs):
     ahead, behind = (f(*(x + sign * s for x, s in zip(inputs, steps))) for sign in (1, -1))
     found = sum((gradient * s).sum() for gradient, s in zip(df(dout, *inputs), steps))
     return name, found, (dout * (ahead - behind)).sum() / 2, 1e-6
+
+
+@contextlib.contextmanager
+def working_in(folder):
+    """As contextlib.chdir, which is new in Python 3.11."""
+    here = os.getcwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(here)
 
 
 def summary():

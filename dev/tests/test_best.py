@@ -10,15 +10,12 @@ import pytest
 from dev.features import seams
 from dev.features.checkpoints import background_writer
 from dev.tests.checks import TINY, check, fast
-from dev.tests.trainings import call, killed_in, token_files
+from dev.tests.trainings import call, killed_in
 
 LOSSES = (5, 4, 3, 3.5, 2, 2.5, 2.6)  # after 0, 2, 4 .. 12 steps: the lowest is that of 8
 RISING = (5, 4, 3, 3.5, 3.1, 3.2, 1)  # 4 is the lowest for a while
 
-
-@pytest.fixture(autouse=True)
-def data(folder):
-    token_files(folder)
+pytestmark = pytest.mark.usefixtures("token_data")
 
 
 def train(output, losses, *flags, status=0):

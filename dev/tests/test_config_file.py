@@ -13,12 +13,9 @@ from dev.features import config_file
 from dev.features.order import table_of_flags
 from dev.features.seams import GPT2
 from dev.tests.checks import FIXTURES, TINY, check, fast
-from dev.tests.trainings import LLAMA, call, token_files
+from dev.tests.trainings import LLAMA, call
 
-
-@pytest.fixture(autouse=True)
-def data(folder):
-    token_files(folder)
+pytestmark = pytest.mark.usefixtures("token_data")
 
 
 def toml_in(folder, *more, **values):

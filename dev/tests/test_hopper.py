@@ -9,21 +9,15 @@ import pytest
 from dev.common.config import Config
 from dev.cpu import races
 from dev.cpu.emulated import Emulated
-from dev.cpu.host import compiler_of
 from dev.lab.bench import Bench
 from dev.lab.ladder import find_ladder, parse_sizes
 from dev.tests.checks import check, refusal
 from dev.tests.models import ATTENTION
 
+pytestmark = pytest.mark.usefixtures("race_finder")
 KERNELS = "attention_forward", "attention_backward"
 # Of store_rows: zeros behind a head's channels stay in the tile.
 ONLY_CHANNELS = "c < HS; c += HEAD_LANES"
-
-
-@pytest.fixture(autouse=True)
-def race_finder():
-    if not races.finds_races(compiler_of()):
-        pytest.skip(f"{compiler_of()} cannot look for races")
 
 
 def checks(HS, names, only, Model=Config):

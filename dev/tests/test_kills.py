@@ -24,18 +24,14 @@ from dev.features.checkpoints.main_log import MainLog
 from dev.features.late_reports import LateReports
 from dev.features.seams import GPT2, Training
 from dev.tests.checks import EXACT, check
-from dev.tests.trainings import (bytes_of, call, command, same, token_files, train, whole_ones,
-                                 without)
+from dev.tests.trainings import (bytes_of, call, command, same, train, whole_ones, without)
+
+pytestmark = pytest.mark.usefixtures("token_data")
 
 
 @pytest.fixture
 def kills(pytestconfig):
     return pytestconfig.option.kills or 8
-
-
-@pytest.fixture(autouse=True)
-def data(folder):
-    token_files(folder)
 
 
 class Late(LateReports, Training):

@@ -4,7 +4,6 @@ import contextlib
 import functools
 import io
 import json
-import os
 import sys
 from unittest import mock
 
@@ -15,7 +14,7 @@ from dev.features.shuffled_loader import FilesLoader
 from dev.features.tokenizer import decode, words_of
 from dev.llama3 import tokens
 from dev.llama3.train_llama3 import Config3
-from dev.tests.checks import EXACT, check, check_refusal, fast, header_refusal
+from dev.tests.checks import EXACT, check, check_refusal, fast, header_refusal, working_in
 from dev.tests.folders import BYTES, byte_encoding, letters
 from prepro_tinyshakespeare import END_OF_TEXT, write_tokens
 from train_gpt2 import TOKENS
@@ -107,17 +106,6 @@ def test_words_and_ids(folder):
     with working_in(folder):
         tokens.encoding.cache_clear()
         check("the tokenizer of the current folder", tokens.encoding().name == "tokenizer.json")
-
-
-@contextlib.contextmanager
-def working_in(folder):
-    """As contextlib.chdir, which is new in Python 3.11."""
-    before = os.getcwd()
-    os.chdir(folder)
-    try:
-        yield
-    finally:
-        os.chdir(before)
 
 
 @fast

@@ -12,13 +12,10 @@ from dev.common.config import Config
 from dev.features.replay import largest_gradients, repeat
 from dev.tests.checks import TINY, check, words
 from dev.tests.models import device_of, gradients, poisoned_model
-from dev.tests.trainings import bytes_of, call, place_of, same, token_files, train, whole_ones
+from dev.tests.trainings import bytes_of, call, place_of, same, train, whole_ones
 from train_gpt2 import batch_table, carve, pack_batch
 
-
-@pytest.fixture(autouse=True)
-def data(folder):
-    token_files(folder)
+pytestmark = pytest.mark.usefixtures("token_data")
 
 
 def test_runs(device_name, folder):

@@ -14,7 +14,6 @@ import pytest
 from dev.common.config import Config
 from dev.cpu import races
 from dev.cpu.emulated import Emulated
-from dev.cpu.host import compiler_of
 from dev.features.devices import make_device
 from dev.features.fp8.fp8 import SOURCE as FP8, with_fp8
 from dev.lab import grade, workers
@@ -28,6 +27,7 @@ from dev.tests.checks import check, refusal
 from dev.tests.small_kernels import numbered
 from train_gpt2 import BF16
 
+pytestmark = pytest.mark.usefixtures("race_finder")
 CXXFLAGS = FLAGS = f"-O1 {races.FLAG}"
 HEAD = """#define BLOCK(threads, ...)
 extern "C" { __constant__ int attention_sizes[] = {1, 32, 1, 1}, layernorm_sizes[] = {32, 32, 1}; }
@@ -41,12 +41,6 @@ SHARED, WARP, BLOCKS, ATOMIC, COPY = ("no __syncthreads.. comes between",
                                       "An atomic access does not protect", "on its way")
 WITHIN = f"block (.) .*block \\1 .*({SHARED}|{WARP})"  # of one block
 BETWEEN = r"block (.) .*block (?!\1)"
-
-
-@pytest.fixture(autouse=True)
-def race_finder():
-    if not races.finds_races(compiler_of()):
-        pytest.skip(f"{compiler_of()} cannot look for races")
 
 
 class Small(NamedTuple):

@@ -25,12 +25,9 @@ from dev.features.shuffled_loader import FilesLoader
 from dev.lab.kernels.adamw import halves
 from dev.tests.checks import EXACT, FIXTURES, TINY, check, check_refusal, fast
 from dev.tests.trainings import (LLAMA, NUMBERS, bytes_of, call, check_resumed, parse_state,
-                                 place_of, token_files, train, without)
+                                 place_of, train, without)
 
-
-@pytest.fixture(autouse=True)
-def data(folder):
-    token_files(folder)
+pytestmark = pytest.mark.usefixtures("token_data")
 
 
 def test_state_files(device_name, folder):

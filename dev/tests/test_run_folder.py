@@ -4,7 +4,6 @@ damaged files.
 Trainings are small, on the CPU, and in this process. dev/tests/test_resume.py compares the bytes of
 runs that resume, and dev/tests/test_kills.py has signals and kills.
 """
-import contextlib
 import json
 import os
 import re
@@ -14,18 +13,14 @@ import subprocess
 from pathlib import Path
 from unittest import mock
 
-import train_gpt2
 import pytest
 
 from dev.common.config import Config
 from dev.features.checkpoints.state_file import STATE, State
 from dev.tests.checks import TINY, check, header_refusal
-from dev.tests.trainings import NUMBERS, call, token_files
+from dev.tests.trainings import NUMBERS, call, killed_in
 
-
-@pytest.fixture(autouse=True)
-def data(folder):
-    token_files(folder)
+pytestmark = pytest.mark.usefixtures("token_data")
 
 
 def train(output, *flags):
@@ -65,20 +60,6 @@ def goes_on(name, *args):
     return text
 
 
-def killed_at(step, output, *flags):
-    """A run that ends abruptly in a step, as if it had been killed."""
-    train_step = train_gpt2.GPT2.train_step
-
-    def killed(model, *args, **keywords):
-        if model.step == step:
-            raise ZeroDivisionError
-        train_step(model, *args, **keywords)
-
-    with mock.patch.object(train_gpt2.GPT2, "train_step",
-                           killed), contextlib.suppress(ZeroDivisionError):
-        train(output, *flags)
-
-
 # ---- Who may write
 
 
@@ -87,7 +68,8 @@ def test_runs_without_a_checkpoint(folder):
     to train, or none."""
     flags, whole, output = flags_in(folder), folder / "whole", folder / "killed"
     train(whole, *flags)
-    killed_at(4, output, *flags)
+    with killed_in(4):
+        train(output, *flags)
     killed = contents(output)
     check("killed before a checkpoint: files", sorted(killed) == [
         "log.jsonl", "main.log", "run_00000000.json"])
@@ -123,7 +105,8 @@ def test_runs_without_a_checkpoint(folder):
     # At the start, where a checkpoint's run_00000000.json is the run's too.
     stopped = folder / "stopped"
     train(stopped, *flags, "-x", 0, "-n", 1)
-    killed_at(0, stopped, *flags, "-n", 1, "-nk", 1, "-y", 1)
+    with killed_in(0):
+        train(stopped, *flags, "-n", 1, "-nk", 1, "-y", 1)
     check("run_00000000.json", "run_00000000.json" in contents(stopped))
     goes_on("goes on from there", stopped, *flags, "-n", 1, "-nk", 1, "-y", 1)
     logs = "main.log", "log.jsonl", "DONE"

@@ -23,7 +23,7 @@ from dev.data.tables import read_rows
 from dev.data.vocabulary import (Vocabulary, read_vocabulary, vocabulary_beside,
                                  vocabulary_of_checkpoint, write_vocabulary)
 from dev.llama3.train_llama3 import Config3
-from dev.tests.checks import TOP, check, check_refusal, fast, refusal
+from dev.tests.checks import TOP, check, check_refusal, fast, refusal, working_in
 from dev.tests.test_sample import write_model
 from dev.tests.trainings import LLAMA, TRAINER, call
 from dev.tools import convert, score
@@ -39,17 +39,6 @@ HARD = ["", "a", "e\u0301 é naïve \u0308", "👩\u200d👧 🏳\ufe0f\u200d�
         "\U0010ffff\ud7ff\ue000"]
 LETTERS = vocabulary.letters()
 SPOKEN = "First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\nSpeak, speak.\n\n"
-
-
-@contextlib.contextmanager
-def working_in(folder):
-    """As contextlib.chdir, which is new in Python 3.11."""
-    here = os.getcwd()
-    os.chdir(folder)
-    try:
-        yield
-    finally:
-        os.chdir(here)
 
 
 def program(folder, *arguments, text=None):
