@@ -19,6 +19,7 @@ import os
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -68,23 +69,13 @@ def torch_step(compiled, c, B, T):
     """The same in PyTorch."""
     import torch
 
-    from dev.bench.torch_reference import GPT2 as Reference, fused_attention
-    from dev.bench.torch_training import parameters_of
+    from dev.bench.torch_training import make_adamw, model_of, parameters_of
     weights = parameters_of(c, draw_parameters(c, 42), "cpu")
-    groups = [dict(weight_decay=ADAMW["weight_decay"] * decays, params=[
-        p for row in c.parameter_table() if row.decay == decays for p in weights[row.name]])
-        for decays in (True, False)]
-    parameters = [p for group in groups for p in group["params"]]
-    optimizer = torch.optim.AdamW(groups, ADAMW["learning_rate"], eps=ADAMW["eps"], fused=True,
-                                  betas=(ADAMW["beta1"], ADAMW["beta2"]))
-    weights = {row.name: weights[row.name] if row.layers else weights[row.name][0]
-               for row in c.parameter_table()}
-    shape = Reference(c.maxT, c.V, c.L, c.NH, c.C, c.V)
+    parameters = [p for of_name in weights.values() for p in of_name]
+    optimizer = make_adamw(c, weights, SimpleNamespace(**ADAMW), lr=ADAMW["learning_rate"],
+                           fused=True)
+    loss_of, weights = model_of(c, weights)
     data = batches(c, B, T)
-
-    def loss_of(weights, x, y):
-        return shape.forward(weights, x, y, fused_attention)[1]
-
     loss_of = torch.compile(loss_of, dynamic=False) if compiled else loss_of
 
     def step():

@@ -65,12 +65,24 @@ def parameters_of(c, tensors, place):
 # ---- A step
 
 
-def make_adamw(c, weights, flags):
+def make_adamw(c, weights, flags, **more):
     """torch.optim.AdamW, with weight decay for the tensors that the trainer decays."""
     groups = [dict(params=[p for row in c.parameter_table() if row.decay == decays
                            for p in weights[row.name]], weight_decay=flags.weight_decay * decays)
               for decays in (True, False)]
-    return torch.optim.AdamW(groups, betas=(flags.beta1, flags.beta2), eps=flags.eps)
+    return torch.optim.AdamW(groups, betas=(flags.beta1, flags.beta2), eps=flags.eps, **more)
+
+
+def model_of(c, weights):
+    """(the loss as a function of the weights, tokens and targets; the weights as it takes them) of
+    what parameters_of returns."""
+    shape = GPT2(c.maxT, c.V, c.L, c.NH, c.C, c.V)  # without padding
+
+    def loss_of(weights, x, y):
+        return shape.forward(weights, x, y, fused_attention)[1]
+
+    return loss_of, {row.name: weights[row.name] if row.layers else weights[row.name][0]
+                     for row in c.parameter_table()}
 
 
 def clip_gradients(parameters, clip):
@@ -89,13 +101,7 @@ def train(c, weights, train_data, val_data, steps, place, flags, log):
     parameters = [p for of_name in weights.values() for p in of_name]
     optimizer = make_adamw(c, weights, flags)
     micros = flags.total_batch // (train_data.B * train_data.T)
-    shape = GPT2(c.maxT, c.V, c.L, c.NH, c.C, c.V)  # without padding
-    weights = {row.name: weights[row.name] if row.layers else weights[row.name][0]
-               for row in c.parameter_table()}
-
-    def loss_of(weights, x, y):
-        return shape.forward(weights, x, y, fused_attention)[1]
-
+    loss_of, weights = model_of(c, weights)
     if flags.compile:
         loss_of = torch.compile(loss_of)
 
