@@ -1,8 +1,7 @@
-"""Test the CPU device: how kernels are compiled, in which order threads run, and how races show."""
+"""Test the CPU device: how kernels are compiled, and in which order threads run."""
 import contextlib
 import io
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -17,11 +16,9 @@ from dev.common.config import Config
 from dev.common.cuda_source import checked_kernels
 from dev.cpu.host import compiler_of, lacks_openmp
 from dev.features.devices import make_device
-from dev.features.outliers import SOURCE as OUTLIERS
-from dev.lab.bench import Bench, noting, orders as thread_orders
-from dev.lab.ladder import find_ladder, parse_sizes
+from dev.lab.bench import orders as thread_orders
 from dev.tests.checks import EXACT, check, check_refusal, refusal
-from prepro_tinyshakespeare import UserError, replace_file
+from prepro_tinyshakespeare import replace_file
 
 KERNEL_FILE = """
 #define BLOCK(threads, ...)
@@ -321,65 +318,3 @@ def test_orders(device_name, folder):
         device.launch("copies", 1, out, source)
         check(f"copies land where they are waited for, in order {order}",
               np.array_equal(out, nan, equal_nan=True))
-
-
-def test_races(device_name, folder):
-    """If a barrier or a wait is cut from a copy of kernels.cu (with a feature's kernels behind it),
-    the check notices, and names the array and an element. Without a wait the array is NaN in every
-    order."""
-    if device_name == "cuda":
-        return
-    sources = [*Config.SOURCES, OUTLIERS]
-    text = "".join(path.read_text(encoding="utf-8") for path in sources)
-
-    def text_of(names, before=None, cut=None):
-        """The text with only these kernels, and without the first `cut` after `before`."""
-        kept = text
-        for name in checked_kernels(sources).keys() - names:  # without a BLOCK it is not compiled
-            kept = re.sub(rf'BLOCK\(.*\)\n(?=extern "C" __global__ void .*\b{name}\()', "", kept)
-        if not cut:
-            return kept
-        start = kept.index(cut, kept.index(before))
-        return kept[:start] + "(void)0;" + kept[start + len(cut) :]
-
-    def found(device, kernel, sizes, choice):
-        [version] = (version for version in kernel.versions if version.trainer)
-        own, launched = version.choices(device)[0], set()  # all None
-        try:
-            with noting(device, launched):
-                verdict = Bench(kernel, device, parse_sizes(sizes)).check(version, own | choice)
-            return "" if verdict.place is None else str(verdict), launched
-        except (AssertionError, UserError) as e:
-            return str(e), launched
-
-    whole, kernels = cpu_of(folder, text, C=64, NH=1), [find_ladder(name) for name, *_ in RACES]
-    for kernel, (name, sizes, choice, before, cut, wish) in zip(kernels, RACES):
-        said, launched = found(whole, kernel, sizes, choice)
-        check(f"{name}, whole: {cut}", said == "", said)
-        said, _ = found(cpu_of(folder, text_of(launched, before, cut), C=64, NH=1), kernel, sizes,
-                        choice)
-        check(f"{name}, cut: {cut}", re.match(wish, said), said)
-
-
-# Kernel of the lab, sizes, a choice, the text in kernels.cu before the cut, what to cut, the
-# message.
-RACES = (
-    ("encoder_backward", "B=4,T=50,C=64,V=257,share=60", {}, "sum_of(i, warp, warps);",
-     "__syncthreads();",
-     r"has a race: dwte\[.*\]"),
-    ("matmul_backward_bias", "B=1,T=300,OC=96", dict(shares=5), "store(of_row[r] + c, sum);",
-     "__syncthreads();",
-     r"has a race: dbias\[.*\]"),
-    ("layernorm_backward", "B=1,T=70,C=64", dict(grid=(2, 3)),
-     "wait_for_copies<1>();\n        } else {",
-     "wait_for_copies<0>();", r"dresidual\[.*\] is nan, expected"),  # in every order
-    ("attention_forward", "B=1,T=300,NH=2,HS=64", {}, "wait_for_tiles(Arrivals&) {\n",
-     "__syncthreads();",
-     r"out\[.*\] is nan, expected"),  # in every order: a thread that does not wait reads NaN
-    ("classifier_fused", "B=1,T=27,V=257,Vp=384", dict(rows=0.7), "to_float(*at(target));",
-     "__syncthreads();",
-     r"has a race: losses\[\d+\]"),
-    ("global_norm", "n=49380", dict(blocks=70), "(int)gridDim.x - 1;\n    }", "__syncthreads();",
-     "kernels.cu: global_norm: block .* is stuck: "),
-    ("outliers", "seen=290", {}, "window[seen % WINDOW] = value;", "__syncwarp();",
-     r"has a race: z_scores\[.*\]"))

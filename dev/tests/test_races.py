@@ -1,5 +1,5 @@
-"""Test that races are found, and nothing else: in small kernels, in exercises, in all versions of
-the lab, and where a barrier counts for nothing.
+"""Test that races are found, and nothing else: in small kernels, in all versions of the lab, and
+where a barrier counts for nothing. dev/lab/tests/test_rules.py has those in students' files.
 """
 import functools
 import os
@@ -16,12 +16,9 @@ from dev.cpu import races
 from dev.cpu.emulated import Emulated
 from dev.features.devices import make_device
 from dev.features.fp8.fp8 import SOURCE as FP8, with_fp8
-from dev.lab import grade, workers
+from dev.lab import workers
 from dev.lab.bench import Bench
-from dev.lab.explain import complaint_lines
 from dev.lab.ladder import find_ladder, kernel_names, model_of, parse_sizes
-from dev.lab.submission import Submission
-from dev.lab.tests.student import filled, said
 from dev.tests import mutants
 from dev.tests.checks import check, refusal
 from dev.tests.small_kernels import numbered
@@ -372,73 +369,9 @@ def test_small_kernels(folder):
                   f"{found}; lines {lines}, expected {marked[number]}")
 
 
-ENCODER = """
-    size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (i >= (size_t)N * C) return;
-    int row = i / C, c = i % C;
-    float d = to_float(dout[i]);
-    atomicAdd(dwte + (size_t)tokens[row] * C + c, d);
-    ADD
-"""
-ATTENTION = """
-    int i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i >= B * NH * T) return;
-    int t = i % T, h = i / T % NH, b = i / T / NH;
-    const real* q = qkv + ((size_t)b * T + t) * 3 * NH * HS + h * HS;
-    float* a = att + (size_t)ROW * T;
-    float top = LOWEST, sum = 0.0f;
-    for (int s = 0; s <= t; s++) {
-        const real* k = qkv + ((size_t)b * T + s) * 3 * NH * HS + (NH + h) * HS;
-        float score = 0.0f;
-        for (int c = 0; c < HS; c++) score += to_float(q[c]) * to_float(k[c]);
-        a[s] = scale * score;
-        top = fmaxf(top, a[s]);
-    }
-    for (int s = 0; s <= t; s++) {
-        a[s] = expf(a[s] - top);
-        sum += a[s];
-    }
-    for (int c = 0; c < HS; c++) {
-        float x = 0.0f;
-        for (int s = 0; s <= t; s++)
-            x += a[s] * to_float(qkv[((size_t)b * T + s) * 3 * NH * HS + (2 * NH + h) * HS + c]);
-        from_float(out[(((size_t)b * T + t) * NH + h) * HS + c], x / sum);
-    }
-"""
-EXERCISES = (  # name, exercise, body, what is said, or "" if it is right
-    ("atomic", "encoder_backward",
-     ENCODER.replace("ADD", "atomicAdd(dwpe + (size_t)(row % T) * C + c, d);"), ""),
-    ("half atomic", "encoder_backward",
-     ENCODER.replace("ADD", "dwpe[(size_t)(row % T) * C + c] += d;"),
-     r"race on dwpe\[\d+,\d+\]: .*line (\d+): dwpe.*line \1: dwpe.*"),
-    ("half of the sums atomic", "encoder_backward", ENCODER.replace("ADD", """
-    float* p = dwpe + (size_t)(row % T) * C + c;
-    if (row % 2) atomicAdd(p, d);
-    else *p += d;"""), r"race on dwpe\[\d+,\d+\]: .*line \d+: .*An atomic access does not protect"),
-    ("a row of scores each", "attention_forward", ATTENTION.replace("ROW", "i"), ""),
-    ("two heads share a row of scores", "attention_forward",
-     ATTENTION.replace("ROW", "(b * T + t)"),
-     r"race on att\[\d+,\d+,\d+,\d+\]: .*line \d+: .*line \d+: "),
-)
-
-
-def test_exercises(folder):
-    """A student's file: both lines of the race, in words."""
-    paths = {}
-    for number, (_, kernel, body, _) in enumerate(EXERCISES):
-        paths[number] = folder / f"my_{kernel}_{number}.cu"
-        paths[number].write_text(filled(kernel, body, f"_{number}"))
-    every = [str(path) for path in paths.values()]
-    job = dict(compile=every, run=every, look_for=grade.RACES, dtypes=["fp32"], limit=60)
-    result = grade.run_child(job, grade.race_variables())
-    for number, (name, kernel, _, wish) in enumerate(EXERCISES):
-        lines = complaint_lines(Submission(paths[number]), *result, False)
-        check(f"{kernel}: {name}", re.search(wish, said(lines)) if wish else lines == [], lines)
-
-
-def compiled_lab(dtype="fp32"):
+def compiled_lab():
     """(the task, the names of the kernels) of the lab, compiled."""
-    task = workers.Task("cpu", {}, None, None, (dtype,), False, False, True)
+    task = workers.Task("cpu", {}, None, None, ("fp32",), False, False, True)
     names, compiled, failures = workers.compile_together(kernel_names(), task)
     check("the lab is compiled", not failures, failures)
     return task._replace(compiled=compiled), names

@@ -1,9 +1,11 @@
 """Files as a student hands them in, and what the lab says of them."""
+import os
 import re
 
 from dev.lab.exercises import EXERCISES
 from dev.lab.ladder import KERNELS
 from dev.lab.submission import template
+from dev.tests.trainings import call
 
 # One block adds everything up; the lab's version has many blocks, atomics, and a second kernel for
 # the root.
@@ -55,6 +57,13 @@ def filled(name, body, suffix="", before="", block=""):
     assert tail.endswith("{\n\n}\n")
     tail = tail.removesuffix("{\n\n}\n")
     return f"{head}\n{before}{tail}{{{body}}}\n"
+
+
+def exercise(folder, *arguments, device="cpu"):
+    """(exit status, what is printed, the line of an error) of `python -m dev.lab --exercise` in a
+    folder."""
+    os.chdir(folder)
+    return call("--exercise", *arguments, "--device", device, program="dev.lab.__main__")
 
 
 def said(lines):

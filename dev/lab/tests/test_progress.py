@@ -15,7 +15,7 @@ from dev.lab.bench import Bench
 from dev.lab.exercises import EXERCISES, exercise_names
 from dev.lab.ladder import LAB, parse_sizes
 from dev.lab.submission import Submission, signature, template
-from dev.lab.tests.student import said
+from dev.lab.tests.student import exercise, said
 from dev.tests.checks import check, check_refusal, fast
 from dev.tests.trainings import call
 
@@ -24,12 +24,6 @@ RIGHT = grade.Judgement([], {grade.BOUNDS: True, grade.RACES: True, grade.GPU: T
                         ["fp32", "bf16"], [])
 WRONG = grade.Judgement(["wrong: out[0]"], {}, [], [])
 RUNGS = [[3e-4, 1, "naive"], [5e-5, 2, "better"], [2e-5, 3, "best"]]
-
-
-def exercise(folder, *arguments, device="cpu"):
-    """(exit status, what is printed, the line of an error) of `python -m dev.lab --exercise`."""
-    os.chdir(folder)
-    return call("--exercise", *arguments, "--device", device, program="dev.lab.__main__")
 
 
 def written(folder, name):

@@ -9,8 +9,8 @@ import pytest
 
 from dev.lab import grade, progress, repair
 from dev.lab.submission import Submission
-from dev.lab.tests.student import said
-from dev.lab.tests.test_exercise import exercise, grade_together, refused
+from dev.lab.tests.student import exercise, said
+from dev.lab.tests.test_exercise import grade_together, refused
 from dev.tests.checks import check, fast
 
 # The lines of the bugs, as read by a person

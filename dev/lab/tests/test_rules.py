@@ -26,12 +26,16 @@ TOGETHER = (
      fused_residual_forward_ldg_of_the_stream rope_forward_ldg_of_the_table
      row_sum_volatile_sums_fenced row_sum_volatile_sums_no_fence"""),
     (grade.RACES, "fp32", "row_sum_recursion_a_call_a_number row_sum_pairwise_recursion"),
+    (grade.RACES, "fp32", """transpose_swizzled_tile attention_backward_atomics
+     attention_forward_heads_share_scores encoder_backward_half_atomic"""),
     (grade.BOUNDS, "fp32", """group_scale_shuffle_from_missing_lane group_scale_shared_unset
      group_scale_maximum_unset shift_maximum_of_output group_scale_shfl_down_guarded
      group_scale_unset_and_unread
      crossentropy_forward_shared_flag_unset rope_table_fast_sin global_norm_total_not_reset
      global_norm_total_set_back softmax_forward_unsigned_index softmax_forward_malloc_a_row
-     softmax_forward_malloc_a_word + crossentropy_forward_int_row"""),
+     softmax_forward_malloc_a_word transpose_swizzled_tile
+     prefix_sum_shfl_up_of_a_warp shift_through_shared
+     + crossentropy_forward_int_row prefix_sum_row_of_1600 transpose_thread_y"""),
     (grade.BOUNDS, "bf16", "+ shift_float_cast"),
 )
 VARIABLES = {grade.BOUNDS: grade.sanitizer_variables, grade.RACES: grade.race_variables}

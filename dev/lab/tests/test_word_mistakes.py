@@ -22,7 +22,7 @@ from prepro_tinyshakespeare import UserError
 
 STUCK = (  # what the kernel does, what is said; {n} is the number of the line that ends in //!
     ("if (t < 16) out[t] = __shfl_sync(0xffffffffu, in[t], 0);  //!",
-     "threads 16-63 have returned; threads 0-15 wait in __shfl_sync at line {n} of words.cu"),
+     "stuck: threads 16-63 have returned; threads 0-15 wait in __shfl_sync at line {n} of"),
     ("if (t < 9) out[t] = slowest(in[t]);",
      "threads 0-8 wait in __shfl_xor_sync at line 4 of words.cu, called at line {n}"),
     ("if (t >= 32) return;\n    out[t] = __shfl_xor_sync(0xffffu, in[t], 1);  //!",
