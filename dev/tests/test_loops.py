@@ -1,6 +1,6 @@
 """The loops of --device cpu, in dev/cpu/kernels.cpp, dev/llama3/llama3.cpp, dev/features/*.cpp:
-against NumPy's formulas; against the kernels in whose place they stand, launch by launch; against
-PyTorch; and with several numbers of threads. What they do not know is emulated."""
+against NumPy's formulas; against PyTorch; and with several numbers of threads. What they do not
+know is emulated."""
 import contextlib
 import itertools
 import os
@@ -14,7 +14,6 @@ import pytest
 
 import test_gpt2
 from dev.bench import on_cpu
-from dev.common.bf16 import joined
 from dev.common.config import Config
 from dev.common.cuda_source import parameters_of
 from dev.cpu.device import LOOP_KINDS, Cpu, loops_of, numpy_has_accelerate, read_loops
@@ -27,13 +26,12 @@ from dev.llama3.train_llama3 import Config3, Llama3
 from dev.tests import test_llama3
 from dev.tests.checks import EXACT, TINY, TOP, check, check_refusal, fast, normal, run, words
 from dev.tests.models import (FIXTURES, check_dump, check_kernels, check_launched, device_of,
-                              launched, poison, poisoned_model)
+                              launched, poisoned_model)
 from dev.tests.steps import check_steps
-from train_gpt2 import BF16, LOW, ceil_div, pack_batch, read_kernels, to_float
+from train_gpt2 import BF16, pack_batch, read_kernels, to_float
 
 DTYPES = "fp32", "bf16"
 SOURCES = [*Config3.SOURCES, RECOMPUTE, RECOMPUTE_LLAMA]  # whose kernels all have loops
-LIMIT = {"fp32": 3e-5, "bf16": 1.2e-2}  # of an array's largest number
 
 
 def runs_on(device_name):
@@ -134,85 +132,6 @@ def test_extremes():
                   settings, np.float32([1, 1, 1, 0]))
     check("adamw: without a gradient nothing changes", (adam[0][n // 2 :] == 1).all())
     check("adamw: all is finite", all(np.isfinite(array).all() for array in adam))
-
-
-# ---- Against the kernels themselves, launch by launch
-
-
-class Beside(Cpu):
-    """A Cpu whose every launch is done by the kernel too, on copies of the arrays. What both wrote
-    is compared."""
-
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
-        self.twin, self.found = Emulated(*arguments), {}
-
-    def launch(self, name, items, *args, threads=None, shared=0):
-        copies = [arg.copy() if isinstance(arg, np.ndarray) else arg for arg in args]
-        parameters = parameters_of(self.kernels[name])
-        sizes, of_rows = self.twin.attention_sizes, self.twin.layernorm_sizes
-        twins_items, options = items, {}
-        if name.startswith("attention"):
-            T = args[[p.name for p in parameters].index("T")]
-            most = max(sizes.shared_forward, sizes.shared_backward)
-            twins_items *= ceil_div(T, sizes.rows)
-            options = dict(threads=sizes.threads, shared=most)
-        elif name == "layernorm_backward":
-            options = dict(threads=of_rows.row_threads, shared=of_rows.shared_of_row)
-        elif name == "rmsnorm_backward":
-            options = dict(shared=96 * 1024)
-        self.twin.launch(name, twins_items, *copies, **options)
-        super().launch(name, items, *args, threads=threads, shared=shared)
-        if name == "adamw" and args[1] is not None:  # two halves: one parameter
-            args, copies = ([joined(x[0].view(BF16), x[1].view(LOW)), None, *x[2:]]
-                            for x in (args, copies))
-        for parameter, ours, theirs in zip(parameters, args, copies):
-            if parameter.array and not parameter.const and ours is not None:
-                ours, theirs = (self.numbers(name, parameter, items, args, x)
-                                for x in (ours, theirs))
-                left = np.isnan(ours) & np.isnan(theirs)  # poison, where neither wrote
-                ours, theirs = ours[~left], theirs[~left]
-                most = np.abs(theirs).max(initial=1e-30)
-                error = np.abs(ours - theirs).max(initial=0) / most
-                key = f"{name} {parameter.name}"
-                self.found[key] = np.maximum(error, self.found.get(key, 0))  # keeps a NaN
-
-    def numbers(self, name, parameter, items, args, array):
-        """What an array holds, as float64. Partial sums are added up: which rows are in which share
-        is not the same."""
-        kind = self.real if parameter.kind in ("real", "Output") else np.float32
-        array = np.float64(to_float(array.view(kind if array.dtype == np.uint8 else array.dtype)))
-        if parameter.name == "partials":
-            blocks = items[-1] if isinstance(items, tuple) else items
-            OC = args[-1] if name == "matmul_backward_bias" else self.config.C
-            kinds = 2 if name == "layernorm_backward" else 1
-            array = array.reshape(-1)[: kinds * blocks * OC].reshape(kinds, blocks, OC).sum(1)
-        return array.reshape(-1)[:1] if parameter.name == "norm" else array
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("Model, T, sizes", [
-    (GPT2, 37, dict(C=96, NH=3, V=251, Vp=288)), (Llama3, 70, dict(C=64, NH=4, NKV=2, V=251))])
-def test_beside_kernels(dtype, Model, T, sizes):
-    """All launches of two steps of two micro-batches, whose stream has a large mean, and whose
-    logits saturate."""
-    c = Model.Config(L=2, **dict(maxT=T + 4) | sizes)
-    device = Beside(dtype, c)
-    model = Model(c, device, 1, T)
-    poison(model, "activations", "backward", "gradients")
-    for row in c.parameter_table():
-        mean, std = test_gpt2.HARD.get(row.name, (row.mean, 0.2))
-        model.set_parameters([(row.name, np.float32(mean + std * normal(*row.whole_shape)))])
-    data = [pack_batch(*words(c.V, 2, 1, T)) for _ in range(2)]
-    for _ in range(2):
-        model.train_step(*data, learning_rate=1e-2, clip=1.0, weight_decay=0.1)
-    known = read_kernels(c.SOURCES).keys()
-    for key, error in device.found.items():
-        check(f"{dtype} {key}", error <= LIMIT[dtype], f"{error:.1e} of {LIMIT[dtype]:.1e}")
-    seen = {key.split()[0] for key in device.found}
-    left = known - seen - {"gelu_forward", "gelu_backward"}  # part of products
-    if Model is GPT2:
-        check("all kernels were launched", not left, left)
 
 
 def test_timed_steps():
