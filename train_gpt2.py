@@ -666,8 +666,11 @@ class Training:
         self.model = None
         self.train_data = None
         self.val_data = None
+        self.T = 0
+        self.total_batch = 0  # tokens of a step
         self.grad_accum = 1  # micro-batches of a step
         self.epoch = 1  # steps, as llm.c counts them
+        self.steps = 0
 
     def train(self):
         """Run the remaining steps. After the last the loop comes round once more, to validate,
@@ -675,8 +678,8 @@ class Training:
         flags = self.flags
         adamw = {name: getattr(flags, name) for name in ADAMW_FLAGS}
         batches = self.next_batches()
-        for step in range(self.model.step, flags.steps + 1):
-            last = step == flags.steps
+        for step in range(self.model.step, self.steps + 1):
+            last = step == self.steps
 
             # Once in a while: does it predict text that it is not trained on?
             if flags.val_every and (step % flags.val_every == 0 or last):
@@ -707,7 +710,7 @@ class Training:
         least = rate * f(flags.final_fraction)
         if step < warmup:  # 1. it rises
             return rate * f(step + 1) / f(warmup)
-        share = f(step - warmup) / f(flags.steps - warmup)  # 2. it falls along half a cosine
+        share = f(step - warmup) / f(self.steps - warmup)  # 2. it falls along half a cosine
         return least + f(0.5) * (f(1) + np.cos(f(math.pi * float(share)))) * (rate - least)
 
     def next_batches(self):
@@ -716,13 +719,12 @@ class Training:
 
     def report(self, step, rate, verdict, seconds):
         """Print a step's line, or stop if its loss or its gradient is not finite."""
-        total = self.flags.total_batch
         if verdict.stopped:
             raise UserError(f"the loss of step {step} is {verdict.loss} and the norm of its "
                             f"gradient {verdict.norm}: try a smaller -l, or look at the data")
-        print(f"step {step:4d}/{self.flags.steps} | loss {verdict.loss:.6f} | "
-              f"norm {verdict.norm:7.4f} | lr {rate:.2e} | {1e3 * seconds:8.2f} ms | "
-              f"{total / seconds:9,.0f} tok/s | {step * total:,} tokens", flush=True)
+        print(f"step {step:4d}/{self.steps} | loss {verdict.loss:.6f} | norm {verdict.norm:7.4f} | "
+              f"lr {rate:.2e} | {1e3 * seconds:8.2f} ms | {self.total_batch / seconds:9,.0f} tok/s "
+              f"| {step * self.total_batch:,} tokens", flush=True)
 
     def validate(self):
         """Print the mean loss over -m validation batches, always the same ones."""
@@ -781,46 +783,44 @@ class Training:
         self.from_file = os.path.isfile(self.name) or self.name.endswith(".bin")
         find = read_config if self.from_file else Config.from_descriptor
         self.config = find(self.name)
-        flags.seq_len = flags.seq_len or min(self.config.maxT, 1024)
-        if flags.seq_len > self.config.maxT:
-            raise UserError(f"-t {flags.seq_len}: expected at most maxT = {self.config.maxT}: wpe "
-                            "has no more positions")
+        self.T = flags.seq_len or min(self.config.maxT, 1024)
+        if self.T > self.config.maxT:
+            raise UserError(f"-t {self.T}: expected at most maxT = {self.config.maxT}: wpe has no "
+                            "more positions")
 
     def open_data(self):
         """Open the token files, and count steps and micro-batches."""
         flags = self.flags
-        B, T = flags.batch_size, flags.seq_len
+        B, T = flags.batch_size, self.T
         train_path, val_path = data_paths(flags.train_data, flags.val_data)
         self.train_data = DataLoader(train_path, B, T, self.config.V)
         val_tokens = read_header(val_path, TOKENS)[2]
         val_B = max(1, min(B, (val_tokens - 1) // T))  # it may be short
         self.val_data = DataLoader(val_path, val_B, T, self.config.V)
-        flags.total_batch = flags.total_batch or B * T
-        if flags.total_batch % (B * T):
-            raise UserError(f"-d {flags.total_batch}: expected a multiple of B*T = {B * T}")
-        self.grad_accum = flags.total_batch // (B * T)
-        self.epoch = max(1, self.train_data.total // flags.total_batch)
-        if flags.steps == -1:
-            flags.steps = self.epoch
+        self.total_batch = flags.total_batch or B * T
+        if self.total_batch % (B * T):
+            raise UserError(f"-d {self.total_batch}: expected a multiple of B*T = {B * T}")
+        self.grad_accum = self.total_batch // (B * T)
+        self.epoch = max(1, self.train_data.total // self.total_batch)
+        self.steps = self.epoch if flags.steps == -1 else flags.steps
 
     def announce(self):
         """Print the sizes, and how large the arenas are."""
-        flags = self.flags
         c = self.config
-        B, T = flags.batch_size, flags.seq_len
+        B, T = self.flags.batch_size, self.T
         numbers = sum(row.size for row in c.parameter_table())
         print(f"device       | {self.device} (--dtype)")
         print(f"model        | {self.name} (-e): {numbers:,} parameters, {c}")
         print(f"data         | {self.train_data} (-i), {self.val_data.path} (-j)")
-        print(f"run          | B={B} T={T} (-b, -t), {flags.total_batch:,} tokens a step (-d), "
-              f"{flags.steps} steps (-x), an epoch has {self.epoch}")
+        print(f"run          | B={B} T={T} (-b, -t), {self.total_batch:,} tokens a step (-d), "
+              f"{self.steps} steps (-x), an epoch has {self.epoch}")
         for arena, table in GPT2.tables(c, self.device, B, T).items():
             print(f"{arena:12} | {offsets(table)[-1] / 2**30:6.2f} GiB in {len(table)} tensors")
 
     def make_model(self):
         """The model, with the parameters that it starts from."""
         flags = self.flags
-        model = GPT2(self.config, self.device, flags.batch_size, flags.seq_len)
+        model = GPT2(self.config, self.device, flags.batch_size, self.T)
         model.set_parameters(read_parameters(self.name, self.config) if self.from_file
                              else draw_parameters(self.config, flags.seed))
         return model

@@ -27,8 +27,8 @@ from types import SimpleNamespace
 import numpy as np
 
 from dev.common.config import draw_parameters
-from dev.common.flags import parse_flags
-from dev.features.order import attach, set_defaults, table_of_flags
+from dev.common.flags import parse_flags, with_values
+from dev.features.order import attach, table_of_flags, with_defaults
 from dev.features.seams import GPT2, Training
 from prepro_tinyshakespeare import UserError, replace_file, run_main
 from train_gpt2 import FLAGS as TRAINERS
@@ -185,10 +185,9 @@ class Runs:
                      batch_size=batch_size, seq_len=asked.seq_len, steps=asked.steps,
                      val_batches=asked.val_batches, sample_every=0, optimizer=optimizer,
                      schedule="linear", val_every=asked.steps, **COMMON)
-        vars(flags).update(given)
-        set_defaults(flags, table, GPT2.Config)
+        flags, _ = with_defaults(with_values(flags, **given), table, GPT2.Config)
         Run, Model = attach(flags, Training, GPT2)
-        self.training = type("Run", (Quiet, Run), {})(flags, Model)
+        self.training = type("Run", (Quiet, Run), {})(Model.flags, Model)
         self.training.prepare()
         self.model = self.training.model = self.training.make_model()
         self.device = self.training.device
@@ -196,9 +195,11 @@ class Runs:
 
     def begin(self, values):
         """Set flags and model to the start of a run."""
-        model, flags = self.model, self.training.flags
-        vars(flags).update(values, warmup=round(values["warmup"] * values["steps"]))
-        flags.val_every = max(1, values["steps"] // 5)
+        model, training, steps = self.model, self.training, values["steps"]
+        more = dict(warmup=round(values["warmup"] * steps), val_every=max(1, steps // 5))
+        flags = with_values(training.flags, **values | more)
+        training.flags = model.flags = flags
+        training.steps = steps
         for name in ("adam m", "adam v"):
             self.device.zero(model.arenas[name])
         self.device.zero(model.adam.verdict)
@@ -226,7 +227,7 @@ class Runs:
         return dict(setting=values, loss=loss, curve=training.curve,
                     seconds=round(whole - training.validating, 3),
                     step_ms=round(1e3 * float(np.median(training.seconds)), 3),
-                    device=str(self.device), tokens=training.flags.total_batch)
+                    device=str(self.device), tokens=training.total_batch)
 
 
 # ---- The table

@@ -30,9 +30,9 @@ import torch
 
 from dev.bench.torch_reference import GPT2, fused_attention
 from dev.common.config import Config, count_tokens, draw_parameters, read_parameters
-from dev.common.flags import parse_flags
+from dev.common.flags import parse_flags, with_values
 from dev.features.devices import OnCpu
-from dev.features.order import set_defaults, table_of_flags
+from dev.features.order import table_of_flags, with_defaults
 from dev.features.schedule import Scheduled
 from dev.features.seams import Training
 from dev.features.shuffled_loader import FilesLoader, check_pair, paths_of
@@ -172,9 +172,10 @@ def open_log(folder):
 
 def rate_of(step, steps, flags):
     """The trainer's learning rate of a step."""
-    flags.steps = steps
     kinds = (Training,) if flags.schedule == "cosine" else (Scheduled, Training)
-    return type("Rates", kinds, {})(flags, None).learning_rate(step)
+    rates = type("Rates", kinds, {})(flags, None)
+    rates.steps = steps
+    return rates.learning_rate(step)
 
 
 def main(arguments=None):
@@ -184,13 +185,13 @@ def main(arguments=None):
     flags = parse_flags("Train with PyTorch, with train_gpt2.py's flags.", table, arguments,
                         defaults=False)
     check_followed(flags, table)
-    place = flags.device = flags.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    place = flags.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if place == "emulated":
         raise UserError("--device emulated: PyTorch has no such thing; take cpu")
     if place == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: PyTorch finds no GPU; check nvidia-smi, or train with "
                         "--device cpu")
-    set_defaults(flags, table, Config)
+    flags, _ = with_defaults(with_values(flags, device=place), table, Config)
     if flags.dtype == "tf32" and place == "cpu":
         raise UserError("--dtype tf32: PyTorch has it only on a GPU; take fp32 or bf16, or "
                         "--device cuda")
@@ -212,7 +213,7 @@ def main(arguments=None):
         # sequences, as the trainer's
         fits = (min(count_tokens(path, c)[0] for path in paths_of(val_path)) - 1) // T
         val_data = FilesLoader(val_path, max(1, min(B, fits)), T, c, False)
-    flags.total_batch = flags.total_batch or B * T
+    flags = with_values(flags, total_batch=flags.total_batch or B * T)
     if flags.total_batch % (B * T):
         raise UserError(f"-d {flags.total_batch}: expected a multiple of B*T = {B * T}, a "
                         "micro-batch's tokens")

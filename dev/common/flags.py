@@ -50,6 +50,12 @@ def parse_flags(description, table, arguments=None, defaults=True, groups=()):
     return parser.parse_args(arguments)
 
 
+def with_values(flags, **values):
+    """A copy of flags with other values of some. Nobody writes into flags: they stay what was asked
+    for."""
+    return argparse.Namespace(**(vars(flags) | values))
+
+
 def argument(name):
     """The type, in a table of flags, of an argument that --help calls NAME."""
     return type(name, (str,), {})

@@ -57,9 +57,9 @@ class Judged:
 
     def pause(self, done, batches):
         super().pause(done, batches)
-        if self.gives_up() and done < self.flags.steps:
+        if self.gives_up() and done < self.steps:
             lowest = self.lowest
-            self.say(f"stopped after {done} of {self.flags.steps} steps: the lowest val loss is "
+            self.say(f"stopped after {done} of {self.steps} steps: the lowest val loss is "
                      f"{lowest['loss']:.6f} after step {lowest['best']}, and {lowest['waited']} "
                      "validations since were not below it (--patience)")
             raise Stopped

@@ -55,6 +55,8 @@ class Chatting:
 class Answering:
     """A run that samples answers to messages."""
 
+    stop = property(lambda self: self.flags.stop or self.template.end)
+
     @functools.cached_property
     def template(self):
         """The template for the model's words. Raises UserError if they are not known."""
@@ -70,7 +72,6 @@ class Answering:
 
     def write_samples(self, text, tokens):
         """As Sampling's; the answer has a line of its own."""
-        self.flags.stop = self.flags.stop or self.template.end
         super().write_samples(f"{text}\n" if text else "", tokens)
 
 

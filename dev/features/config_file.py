@@ -16,7 +16,7 @@ import difflib
 import json
 from pathlib import Path
 
-from dev.common.flags import TYPES
+from dev.common.flags import TYPES, with_values
 from dev.features.checkpoints.run_json import is_flag
 from dev.features.declare import Feature, Flag
 from prepro_tinyshakespeare import UserError
@@ -84,16 +84,17 @@ def value_of(where, flag, value):
     return value if isinstance(kind, tuple) else kind(str(value))
 
 
-def apply(flags, table):
-    """Set the flags that were not given and that the file of --config has. Raises UserError."""
-    path, flags.config = flags.config, None  # run_*.json has the flags themselves
+def with_file(flags, table):
+    """The flags, and of those that were not given what the file of --config has. Raises
+    UserError."""
+    path = flags.config
     if path is None:
-        return
+        return flags
     found = parse(path)
     if path.endswith(".json"):
         found = flags_of_run(path, found, table)
     by_key = {flag.key: flag for flag in table if flag.key != "config"}
-    seen = {}
+    seen, added = {}, dict(config=None)  # run_*.json has the flags themselves
     for name, value in found.items():
         key = name.replace("-", "_")
         if key not in by_key:
@@ -107,7 +108,8 @@ def apply(flags, table):
         seen[key] = name
         value = value_of(f"--config {path}: {name}", by_key[key], value)
         if getattr(flags, key) is None:
-            setattr(flags, key, value)
+            added[key] = value
+    return with_values(flags, **added)
 
 
 FEATURE = Feature("config", lambda flags, ranks: False, flags=(

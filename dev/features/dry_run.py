@@ -64,7 +64,7 @@ class DryRun:
     def run(self):
         self.prepare()
         c, device, flags = self.config, self.device, self.flags
-        B, T = flags.batch_size, flags.seq_len
+        B, T = flags.batch_size, self.T
         numbers, size = sum(row.size for row in c.file_table()), np.dtype(device.real).itemsize
         print(f"checkpoint   | {size * numbers / 2**30:6.2f} GiB, and {12 * numbers / 2**30:.2f} "
               "GiB of state (-n, -nk)")
@@ -74,10 +74,10 @@ class DryRun:
                         if row.decay and row.layers and row.name != "fcprojw")
         flops = flops_per_token(c, T) + again * (flags.recompute == 2)
         of_update = muon.flops_of(c) if flags.optimizer == "muon" else 0  # AdamW's are few
-        seconds = (flags.total_batch * flops + of_update) / self.count / rate
-        print(f"estimate     | {flags.steps} steps of about {1e3 * seconds:,.0f} ms, "
-              f"{flags.total_batch / seconds:,.0f} tok/s, take about "
-              f"{duration(flags.steps * seconds)}, by the speed of a matrix product"
+        seconds = (self.total_batch * flops + of_update) / self.count / rate
+        print(f"estimate     | {self.steps} steps of about {1e3 * seconds:,.0f} ms, "
+              f"{self.total_batch / seconds:,.0f} tok/s, take about "
+              f"{duration(self.steps * seconds)}, by the speed of a matrix product"
               + " in bf16" * (flags.dtype == "fp8")
               + ", without what sums over ranks take" * (self.count > 1))
         return 0

@@ -76,15 +76,14 @@ class FittingTraining:
         """As Training.choose_model, and refuse a T that the model cannot have, before sizes of its
         memory are printed."""
         super().choose_model()
-        T, longest = self.flags.seq_len, getattr(self.config, "longest", self.config.maxT)
+        T, longest = self.T, getattr(self.config, "longest", self.config.maxT)
         if T > longest:
             raise UserError(f"-t {T}: expected at most maxT = {longest}: wpe has no more positions")
 
     def announce(self):
         super().announce()
-        flags = self.flags
-        asked, free, fits = self.Model.memory(self.config, self.device, flags.batch_size,
-                                              flags.seq_len)
+        asked, free, fits = self.Model.memory(self.config, self.device, self.flags.batch_size,
+                                              self.T)
         print(f"memory       | {size_of(asked)}; -b {fits} would fit into "
               f"{free / 2**30:.2f} GiB")
 

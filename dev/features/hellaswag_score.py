@@ -161,7 +161,7 @@ class Scored:
         super().open_data()
         c, flags = self.config, self.flags
         check_vocabulary(self.vocabulary, flags.hellaswag)
-        self.examples = read_examples(flags.hellaswag, c.V, flags.seq_len)
+        self.examples = read_examples(flags.hellaswag, c.V, self.T)
 
     def validate(self, done):
         loss = super().validate(done)

@@ -72,7 +72,7 @@ class Wandb:
         self.run = wandb.init(
             project=given("WANDB_PROJECT", "train_gpt2"), name=given("WANDB_NAME", folder.name),
             dir=given("WANDB_DIR", str(folder)), id=training.wandb_id(), resume="allow",
-            config=vars(training.flags), allow_val_change=True,
+            config=training.settled(), allow_val_change=True,
             settings=wandb.Settings(console="off"))
         self.run.define_metric("step")
         self.run.define_metric("*", step_metric="step")

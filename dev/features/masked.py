@@ -166,24 +166,29 @@ class Masked:
 class MaskedTraining:
     """A run of such a model."""
     Loader = MaskedLoader
+    row = 0  # tokens of a row of conversations, if they lie in rows
 
     def choose_model(self):
         flags = self.flags
-        flags.mask = 1  # for --replay and -y 1, which may not find the files
-        row = max((row_of(path) for path in (flags.train_data, flags.val_data) if path),
-                  default=0)
-        given, flags.seq_len = flags.seq_len, flags.seq_len or row or None
+        self.row = row = max((row_of(path) for path in (flags.train_data, flags.val_data) if path),
+                             default=0)
         try:
             super().choose_model()
         except UserError:
-            if given or not self.config or row <= self.config.maxT:
+            if flags.seq_len or not self.config or row <= self.config.maxT:
                 raise
             raise UserError(f"the conversations lie in rows of {row} tokens; expected at most maxT "
                             f"= {self.config.maxT} for this model: prepro_tinyshakespeare.py "
                             f"--chat --row {self.config.maxT} makes such rows") from None
-        if row and flags.seq_len % row:
-            self.say(f"WARNING: -t {flags.seq_len}: the conversations lie in rows of {row} tokens: "
+        if row and self.T % row:
+            self.say(f"WARNING: -t {self.T}: the conversations lie in rows of {row} tokens: "
                      "some answers lose their prompt; expected a multiple of that")
+
+    def length_given(self):
+        return super().length_given() or self.row or None
+
+    def settled(self):
+        return super().settled() | dict(mask=1)  # --replay and -y 1 may not find the files
 
     def data_paths(self):
         paths = super().data_paths()

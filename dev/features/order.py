@@ -10,7 +10,7 @@ train_gpt2.main calls main here. Without this file it still trains on a GPU.
 """
 import train_gpt2
 from dev.common import gpus
-from dev.common.flags import parse_flags
+from dev.common.flags import parse_flags, with_values
 from dev.common.gpus import has_gpu
 from dev.features import (
     best, chat, config_file, devices, dropout, dry_run, ema, file_kinds, first_run, fit,
@@ -30,7 +30,7 @@ from prepro_tinyshakespeare import UserError
 
 # What wraps stands above what it wraps: make_model of the first ends last.
 FEATURES = [
-    terminal.FEATURE, newest.FEATURE, file_kinds.FEATURE, peak.FEATURE, nvtx.FEATURE,
+    terminal.FEATURE, file_kinds.FEATURE, peak.FEATURE, nvtx.FEATURE,
     dry_run.FEATURE, chat.ANSWERS, chat.FEATURE, sample.FEATURE, kv_cache.FEATURE,
     hellaswag_score.FEATURE, overfit.FEATURE, fp8_head.FEATURE, fp8.FEATURE,
     config_file.FEATURE, loggers.FEATURE, json_log.FEATURE, best.FEATURE, outliers.FEATURE,
@@ -85,15 +85,18 @@ def table_of_flags(plain, kind):
     return [flag._replace(text=flag.text.format(**names)) for flag in table], headlines
 
 
-def set_defaults(flags, table, kind):
-    """Set flags that were not given, and return why they have the model that they have, if -e does
-    not say so. kind: the model's Config."""
+def with_defaults(flags, table, kind):
+    """(the flags with defaults for those that were not given; why they have this model, if -e does
+    not say so). kind: the model's Config."""
     chosen, why = first_run.choose(flags, kind)
     defaults = {key_of(row): row[3] for row in table} | dict(dtype=default_dtype(flags.device))
-    for name, value in (defaults | chosen).items():
-        if getattr(flags, name) is None:
-            setattr(flags, name, value)
-    return why
+    return filled(flags, defaults | chosen), why
+
+
+def filled(flags, defaults):
+    """The flags, with defaults for those that were not given."""
+    return with_values(flags, **{name: value for name, value in defaults.items()
+                                 if getattr(flags, name, None) is None})
 
 
 def default_dtype(device):
@@ -102,16 +105,13 @@ def default_dtype(device):
 
 
 def attach(flags, Training, Model, ranks=None, folder=None):
-    """(training, model): the classes of a run, with the features that its flags ask for. Sets the
-    defaults of features' flags."""
-    defaults = {key_of(row): row[3] for row in [*train_gpt2.FLAGS, *FLAGS]}
-    for name, value in defaults.items():
-        if getattr(flags, name, None) is None:
-            setattr(flags, name, value)
+    """(training, model): the classes of a run, with the features that its flags ask for.
+    model.flags are these flags, with defaults."""
+    flags = filled(flags, {key_of(row): row[3] for row in [*train_gpt2.FLAGS, *FLAGS]})
     check_refused(flags)
     in_turn = ("all", "head", "layers") if flags.dtype == "fp8" and not flags.fp8 else (flags.fp8,)
     for level in in_turn:  # until one goes with the other flags
-        flags.fp8 = level
+        flags = with_values(flags, fp8=level)
         asked = [feature for feature in FEATURES
                  if feature.asked(flags, ranks) and feature.only in ("", Model.__name__)]
         names = {*(feature.name for feature in asked), *(kind.__name__ for kind in Model.__mro__)}
@@ -160,16 +160,16 @@ def read_flags(arguments, Model):
     """(flags, all Flags) of a command line, for an architecture. Raises UserError."""
     table, groups = table_of_flags(train_gpt2.FLAGS, Model.Config)
     flags = parse_flags("Train from raw kernels.", table, arguments, defaults=False, groups=groups)
-    config_file.apply(flags, table)
-    sample.prepare(flags)
+    flags = sample.without_text(config_file.with_file(flags, table))
     check_needs(flags, table)
-    flags.device = flags.device or ("cuda" if has_gpu() else "cpu")
-    return flags, table
+    flags = newest.with_checkpoint(flags, Model.Config)
+    device = flags.device or ("cuda" if has_gpu() else "cpu")
+    return with_values(flags, device=device), table
 
 
 def classes_of(flags, table, Model, ranks=None, folder=None):
     """(training, model): as attach, with the defaults of all flags."""
-    why = set_defaults(flags, table, Model.Config)
+    flags, why = with_defaults(flags, table, Model.Config)
     training, model = attach(flags, Training, Model, ranks, folder)
     training.why = why
     return training, model
@@ -180,11 +180,12 @@ def make_training(flags, table, Model, ranks=None, front=()):
     its features'. Raises UserError."""
     folder = None
     if flags.sample is not None:
-        sample.draw_seed(flags)
-    if flags.output and not flags.dry_run:  # with -y 1 this restores flags
+        flags = sample.for_samples(flags)
+    if flags.output and not flags.dry_run:
         folder = RunFolder(flags, ranks, Model.Config, table, FEATURES)
+        flags = folder.flags  # with -y 1 those of the run, too
     training, model = classes_of(flags, table, Model, ranks, folder)
-    return stack(training, front)(flags, model)
+    return stack(training, front)(model.flags, model)
 
 
 def main(arguments=None, Model=GPT2):
@@ -197,7 +198,7 @@ def main(arguments=None, Model=GPT2):
         return make_training(flags, table, Model, ranks).run()
 
     if flags.replay:
-        return replay.replay(flags, table, lambda: classes_of(flags, table, Model))
+        return replay.replay(flags, table, lambda flags: classes_of(flags, table, Model))
     if launched() if flags.gpus is None else flags.gpus > 1:
         return launch.start(flags, train)
     return train()

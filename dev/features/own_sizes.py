@@ -18,17 +18,16 @@ class OwnSizes:
     reads_bytes = False  # without -i
 
     def choose_model(self):
-        flags, positions = self.flags, self.flags.seq_len
         super().choose_model()
-        if flags.sample is not None:  # which needs no data
+        if self.flags.sample is not None:  # which needs no data
             return
         own = not self.from_file and "x" in self.name
         self.reads_bytes = own or self.vocabulary and self.vocabulary.kind == "bytes"
         self.data_paths()  # finds the vocabulary beside the data, and whether it is a checkpoint's
         if self.vocabulary and not self.from_file:
             self.config = self.config.with_words(len(self.vocabulary.words))
-        if own and positions and type(self.config) is Config:  # others need no positions
-            self.config = dataclasses.replace(self.config, maxT=positions)
+        if own and self.length_given() and type(self.config) is Config:  # others need no positions
+            self.config = dataclasses.replace(self.config, maxT=self.length_given())
 
     def data_paths(self):
         """As Training.data_paths, looked up once."""
@@ -37,6 +36,10 @@ class OwnSizes:
             on_bytes = self.reads_bytes and not (flags.train_data or flags.val_data)
             self.paths = first_text() if on_bytes else super().data_paths()
         return self.paths
+
+    def settled(self):
+        train_path, val_path = self.paths
+        return super().settled() | dict(train_data=train_path, val_data=val_path)
 
 
 FEATURE = Feature("own sizes", training=OwnSizes)

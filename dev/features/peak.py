@@ -53,7 +53,7 @@ class Peak:
         text = super().speed(seconds)
         if not self.peak:
             return text
-        tokens = self.flags.total_batch // self.count  # of this device
+        tokens = self.total_batch // self.count  # of this device
         rate = tokens * flops_per_token(self.config, self.model.T) / seconds
         return f"{text} | {rate / self.peak:5.1%} of peak"
 

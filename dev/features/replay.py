@@ -18,6 +18,7 @@ import numpy as np
 
 from dev.common.config import read_parameters
 from dev.common.cuda_source import parameters_of
+from dev.common.flags import with_values
 from dev.features.declare import Feature, Flag, Pair
 from dev.features.devices import address_of
 from prepro_tinyshakespeare import UserError, replace_file
@@ -217,11 +218,11 @@ class ExplainedAndKept:
     """Writes the step to the folder, for --replay."""
 
     def advice(self, queued, speaker):
-        flags, folder, step, batches = self.flags, self.folder, self.model.step, queued.batches
+        folder, step, batches = self.folder, self.model.step, queued.batches
         path = folder.path / f"replay_{step:08d}.npz"
         if self.rank == speaker:
             notes = dict(model=folder.file("model", step).name, step=step, places=batches.places,
-                         flags=vars(flags), **self.state(self.model))
+                         flags=self.settled(), **self.state(self.model))
             file, table = io.BytesIO(), batch_table(*batches.packed[0][1])
             views = [carve(data, table) for data, _ in batches.packed]
             tokens, targets = ([getattr(view, name) for view in views]
@@ -258,8 +259,8 @@ class RanksExplained:
 
 
 def replay(flags, table, attach):
-    """--replay: repeat the step of a file, and say what is wrong. table: all Flags; attach() gives
-    the classes of the training and the model for the flags. Returns the exit status."""
+    """--replay: repeat the step of a file, and say what is wrong. table: all Flags; attach(flags)
+    gives the classes of the training and the model. Returns the exit status."""
     try:
         with np.load(flags.replay) as file:
             notes = json.loads(str(file["notes"]))
@@ -270,16 +271,13 @@ def replay(flags, table, attach):
                         "replay_*.npz, of a run with -o whose loss was no longer a "
                         "number") from None
     before = notes.get("flags", notes)  # earlier versions kept four of them, among the notes
-    for name in vars(flags).keys() & before.keys():
-        if getattr(flags, name) is None:
-            setattr(flags, name, before[name])
-    flags.model = str(Path(flags.replay).parent / notes["model"])
-    flags.batch_size, flags.seq_len = tokens.shape[1:]
-    for flag in table:
-        if not flag.replayed:
-            setattr(flags, flag.key, None)
-    Training, Model = attach()
-    training = Training(flags, Model)
+    own = dict(model=str(Path(flags.replay).parent / notes["model"]),
+               batch_size=tokens.shape[1], seq_len=tokens.shape[2])
+    own |= {flag.key: None for flag in table if not flag.replayed}
+    left_open = {name for name, value in vars(flags).items() if value is None}
+    restored = {name: before[name] for name in left_open & before.keys()}
+    Training, Model = attach(with_values(flags, **(restored | own)))
+    training = Training(Model.flags, Model)
     training.choose_model()
     training.device = training.make_device()
     model = training.make_model()

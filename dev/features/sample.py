@@ -21,6 +21,7 @@ from operator import itemgetter
 
 import numpy as np
 
+from dev.common.flags import with_values
 from dev.data.documents import cleaned, read_utf8
 from dev.features.declare import Feature, Flag
 from prepro_tinyshakespeare import UserError
@@ -150,16 +151,15 @@ def beginning(model, tokens):
 # ---- --sample
 
 
-def prepare(flags):
+def without_text(flags):
     """Before flags are checked: --chat is a --sample without a text of its own."""
-    if flags.chat and flags.sample is None:
-        flags.sample = ""
+    return with_values(flags, sample="") if flags.chat and flags.sample is None else flags
 
 
-def draw_seed(flags):
-    """Without --seed, each sample is another one."""
-    if flags.seed is None:
-        flags.seed = secrets.randbelow(2**32)
+def for_samples(flags):
+    """The flags of a run that samples: one text at a time, and without --seed each is another."""
+    seed = secrets.randbelow(2**32) if flags.seed is None else flags.seed
+    return with_values(flags, batch_size=1, seed=seed)
 
 
 def read_prompt(flag, text):
@@ -172,6 +172,7 @@ def read_prompt(flag, text):
 
 class Sampling:
     """A run that continues a text, and does not train."""
+    stop = property(lambda self: self.flags.stop)  # the text that ends a sample
 
     def run(self):
         text = read_prompt("--sample", self.flags.sample)
@@ -184,7 +185,6 @@ class Sampling:
         if self.count > 1:
             raise UserError(f"{name}: is for one process: expected no --gpus, and no torchrun, "
                             "srun or mpirun")
-        flags.batch_size = 1
         self.choose_model()
         if not self.from_file:
             raise UserError(f"{name}: expected -e too, a checkpoint: random weights have nothing "
@@ -200,7 +200,7 @@ class Sampling:
 
     def tokens_of(self, text):
         """The token ids of a prompt. Raises UserError if the model lacks words for it."""
-        tokens, T = self.encode(text) if text else [], self.flags.seq_len
+        tokens, T = self.encode(text) if text else [], self.T
         if len(tokens) > T:
             print(f"WARNING: the prompt has {len(tokens):,} tokens, and the model sees the last "
                   f"T = {T:,} (-t)", file=sys.stderr)
@@ -219,7 +219,7 @@ class Sampling:
                 if flags.samples > 1:
                     print(f"--- sample {number} of {flags.samples}, seed {seed} ---")
                 stream(self.model, tokens, self.words(), text, flags.sample_tokens, coins_of(seed),
-                       flags.temperature, flags.top_k, top_p=flags.top_p, stop=flags.stop,
+                       flags.temperature, flags.top_k, top_p=flags.top_p, stop=self.stop,
                        drawn=drawn)
                 print(flush=True)
 
@@ -240,19 +240,22 @@ class Controlled:
 
     def open_data(self):
         super().open_data()
-        flags, self.prompt = self.flags, []
-        if flags.sample_prompt:
-            # the text, so that run_*.json has it, and a resumed run needs no file
-            flags.sample_prompt = read_prompt("--sample-prompt", flags.sample_prompt)
-            self.prompt = self.encode(flags.sample_prompt)
+        self.text, self.prompt = self.flags.sample_prompt, []
+        if self.text:
+            self.text = read_prompt("--sample-prompt", self.text)
+            self.prompt = self.encode(self.text)
             check_words(self.prompt, self.config)  # now, not at the first sample
+
+    def settled(self):
+        """With the prompt's text, so that a resumed run needs no file."""
+        return super().settled() | dict(sample_prompt=self.text)
 
     def sample(self):
         flags = self.flags
         tokens = generate(self.model, self.prompt or [self.first_token()], flags.sample_tokens,
                           flags.temperature, flags.top_k, coins(), flags.top_p)
         text = "".join(texts(tokens, self.words(), flags.stop))
-        self.say(f"generating:\n---\n{flags.sample_prompt or ''}{text}\n---")
+        self.say(f"generating:\n---\n{self.text or ''}{text}\n---")
 
     def first_token(self):
         """What a sample goes on from: <|endoftext|>, or a newline if the data is a single text, in

@@ -15,7 +15,7 @@ class Scheduled:
 
     def learning_rate(self, step):
         f, flags = np.float32, self.flags
-        rate, steps, warmup = f(flags.learning_rate), flags.steps, flags.warmup
+        rate, steps, warmup = f(flags.learning_rate), self.steps, flags.warmup
         if flags.schedule == "constant":
             return rate
         if step < warmup:

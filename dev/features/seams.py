@@ -129,7 +129,8 @@ class Counted:
 
 
 class Training(train_gpt2.Training):
-    """A training run with the seams of features."""
+    """A training run with the seams of features. flags stay what was asked for; what a run makes of
+    them are attributes, such as T and steps, and settled()."""
     layers = ()  # the declarations of this run's features, the outermost first
     Device = FastCuda
     rank = 0  # as GPT2's
@@ -144,7 +145,7 @@ class Training(train_gpt2.Training):
 
     def train(self):
         """Run the remaining steps."""
-        flags, steps = self.flags, self.flags.steps
+        flags, steps = self.flags, self.steps
         adamw = {name: getattr(flags, name) for name in ADAMW_FLAGS}
         batches = self.next_batches()
         for done in range(self.model.step, steps):
@@ -173,11 +174,11 @@ class Training(train_gpt2.Training):
         return done > 0 and flags.sample_tokens > 0 and self.due(done, flags.sample_every)
 
     def saves(self, done):
-        return done == self.flags.steps
+        return done == self.steps
 
     def due(self, done, every):
         """Whether something that is done every so many steps, and at the end, is due."""
-        return every > 0 and (done % every == 0 or done == self.flags.steps)
+        return every > 0 and (done % every == 0 or done == self.steps)
 
     def next_batches(self):
         """The micro-batches of a step, packed, and where in the data each is."""
@@ -195,12 +196,12 @@ class Training(train_gpt2.Training):
         if verdict.stopped:
             self.give_up(queued, verdict)
         step, seconds = queued.number, time.perf_counter() - queued.begun
-        self.say(f"step {step:4d}/{self.flags.steps} | loss {verdict.loss:.6f} | "
+        self.say(f"step {step:4d}/{self.steps} | loss {verdict.loss:.6f} | "
                  f"norm {verdict.norm:7.4f} | lr {queued.rate:.2e} | {self.speed(seconds)} | "
-                 f"{step * self.flags.total_batch:,} tokens")
+                 f"{step * self.total_batch:,} tokens")
 
     def speed(self, seconds):
-        return f"{1e3 * seconds:8.2f} ms | {self.flags.total_batch / seconds:9,.0f} tok/s"
+        return f"{1e3 * seconds:8.2f} ms | {self.total_batch / seconds:9,.0f} tok/s"
 
     def give_up(self, queued, verdict):
         raise UserError(f"the loss of step {queued.number} is {verdict.loss} and the norm of its "
@@ -246,6 +247,12 @@ class Training(train_gpt2.Training):
         """Restore a state to a model that has its parameters. notes: all that run_*.json or
         replay_*.npz has, or {} if it is lost."""
 
+    def settled(self):
+        """{name: value} of all flags, with what the run has where they leave it open. A feature
+        adds what it decides. run_*.json keeps this for -y 1."""
+        return vars(self.flags) | dict(seq_len=self.T, total_batch=self.total_batch,
+                                       steps=self.steps, dtype=self.device.dtype)
+
     def say(self, line):
         print(line, flush=True)
 
@@ -254,19 +261,26 @@ class Training(train_gpt2.Training):
     def prepare(self):
         self.choose_model()
         self.device = self.make_device()
-        self.flags.dtype = self.device.dtype
         self.open_data()
         self.announce()
 
     def choose_model(self):
         """Find the model's config, in a checkpoint or by descriptor."""
-        flags, kind = self.flags, self.Model.Config
+        kind = self.Model.Config
         file, descriptor = kind.MODELS
-        self.name = flags.model or (file if os.path.isfile(file) else descriptor)
+        self.name = self.model_given() or (file if os.path.isfile(file) else descriptor)
         self.from_file = os.path.isfile(self.name) or self.name.endswith(".bin")
         make = kind.from_file if self.from_file else kind.from_descriptor
         self.config = make(self.name)
-        flags.seq_len = flags.seq_len or min(self.config.maxT, self.longest)
+        self.T = self.length_given() or min(self.config.maxT, self.longest)
+
+    def model_given(self):
+        """The checkpoint or descriptor to start from, or None."""
+        return self.flags.model
+
+    def length_given(self):
+        """T, or None if it follows from the model."""
+        return self.flags.seq_len
 
     def make_device(self):
         """The device, with the CUDA files of this run's features."""
@@ -279,19 +293,18 @@ class Training(train_gpt2.Training):
 
     def open_data(self):
         flags = self.flags
-        B, T = flags.batch_size, flags.seq_len
+        B, T = flags.batch_size, self.T
         self.train_path, self.val_path = self.data_paths()
         self.train_data = self.loader(self.train_path, B, T, self.rank, self.count)
         if flags.val_every:
             self.val_data = self.loader(self.val_path, B, T)
         size = self.train_data.size
-        flags.total_batch = flags.total_batch or size
-        if flags.total_batch % size:
-            raise UserError(f"-d {flags.total_batch}: expected a multiple of ranks*B*T = {size}")
-        self.grad_accum = flags.total_batch // size  # of each rank
-        self.epoch = max(1, self.train_data.total // flags.total_batch)
-        if flags.steps == -1:
-            flags.steps = self.epoch
+        self.total_batch = flags.total_batch or size
+        if self.total_batch % size:
+            raise UserError(f"-d {self.total_batch}: expected a multiple of ranks*B*T = {size}")
+        self.grad_accum = self.total_batch // size  # of each rank
+        self.epoch = max(1, self.train_data.total // self.total_batch)
+        self.steps = self.epoch if flags.steps == -1 else flags.steps
 
     def loader(self, path, B, T, *ranks):
         """Batches of a token file. ranks: rank and count, in training."""
@@ -302,14 +315,14 @@ class Training(train_gpt2.Training):
 
     def announce(self):
         """Print the sizes, and how large the arenas are."""
-        flags, c = self.flags, self.config
-        B, T = flags.batch_size, flags.seq_len
+        c = self.config
+        B, T = self.flags.batch_size, self.T
         numbers = sum(row.size for row in c.parameter_table())
         print(f"device       | {self.device} (--dtype)")
         print(f"model        | {self.name} (-e): {numbers:,} parameters, {c}")
         print(f"data         | {self.train_data} (-i), {self.val_path} (-j)")
-        print(f"run          | B={B} T={T} (-b, -t), {flags.total_batch:,} tokens a step (-d), "
-              f"{flags.steps} steps (-x), an epoch has {self.epoch}")
+        print(f"run          | B={B} T={T} (-b, -t), {self.total_batch:,} tokens a step (-d), "
+              f"{self.steps} steps (-x), an epoch has {self.epoch}")
         if self.chapters():
             print(f"chapters     | {', '.join(self.chapters())} (dev/features; --plain 1: without)")
         for arena, table in self.Model.tables(c, self.device, B, T).items():
@@ -322,7 +335,7 @@ class Training(train_gpt2.Training):
     def make_model(self):
         """The model, with the parameters that it starts from."""
         c, flags = self.config, self.flags
-        model = self.Model(c, self.device, flags.batch_size, flags.seq_len)
+        model = self.Model(c, self.device, flags.batch_size, self.T)
         model.set_parameters(read_parameters(self.name, c) if self.from_file
                              else draw_parameters(c, flags.seed))
         return model

@@ -125,9 +125,10 @@ class Shuffled:
         if not ranks:  # of a validation, in smaller batches if its file is short
             shortest = min(count_tokens(each, self.config)[0] for each in paths_of(path))
             return self.Loader(path, max(1, min(B, (shortest - 1) // T)), T, self.config, 0)
-        loader = self.Loader(path, B, T, self.config, self.flags.shuffle, *ranks)
-        self.flags.shuffle = int(loader.shuffle)
-        return loader
+        return self.Loader(path, B, T, self.config, self.flags.shuffle, *ranks)
+
+    def settled(self):
+        return super().settled() | dict(shuffle=int(self.train_data.shuffle))
 
 
 FEATURE = Feature("loader", training=Shuffled, flags=(

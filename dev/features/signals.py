@@ -53,7 +53,7 @@ class Stoppable:
         with contextlib.suppress(Stopped):
             super().train()
         if self.signals:
-            self.say(f"interrupted after {self.model.step} of {self.flags.steps} steps; "
+            self.say(f"interrupted after {self.model.step} of {self.steps} steps; "
                      f"{self.what_is_left()}")
 
     def told_to_stop(self, done):

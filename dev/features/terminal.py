@@ -49,7 +49,7 @@ class Terminal:
         if times:
             median = float(np.median(times))
             self.say(f"{len(times)} steps in {sum(times):.1f} s, median {1e3 * median:.2f} ms, "
-                     f"{self.flags.total_batch / median:,.0f} tok/s; training loss "
+                     f"{self.total_batch / median:,.0f} tok/s; training loss "
                      f"{losses[0]:.6f} -> {losses[-1]:.6f}")
 
     def speed(self, seconds):
@@ -59,7 +59,7 @@ class Terminal:
     def report(self, queued, verdict):
         super().report(queued, verdict)
         self.losses.append(verdict.loss)
-        done, steps, median = queued.number, self.flags.steps, float(np.median(self.times[-100:]))
+        done, steps, median = queued.number, self.steps, float(np.median(self.times[-100:]))
         if len(self.times) == 20:
             count = steps - done + 20
             self.say(f"estimate     | {count} steps of {1e3 * median:.2f} ms take "

@@ -36,6 +36,7 @@ BUDGETS = {
     "prepro_tinyshakespeare.py: bytes": 10500,
     "prepro_tinyshakespeare.py: widest line": 100,
     "modules in the largest circle of imports": 2,
+    "lines that write into flags": 0,
 }
 
 
@@ -179,6 +180,33 @@ def several_names(text):
     return 100 * several / max(1, len(assignments))
 
 
+def is_flags(node):
+    """Whether this is `flags`, or `self.flags` of whatever."""
+    return getattr(node, "id", getattr(node, "attr", "")) == "flags"
+
+
+# Where flags that are left open are made what a training has: others read it there
+DECIDE = "train_gpt2.py", "seams.py", "resume.py"
+
+
+def writes_into_flags(text, decides=False):
+    """The lines that change flags, which stay what was asked for; or, unless the file decides them,
+    that read flags.steps or flags.total_batch, which may be left open: a training has its own."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Attribute) and is_flags(node.value):
+            left_open = node.attr in ("steps", "total_batch")
+            if left_open and not decides or not isinstance(node.ctx, ast.Load):
+                found.append(node.lineno)
+        if isinstance(node, ast.Call):
+            of_vars = (isinstance(node.func, ast.Attribute) and node.func.attr == "update" and
+                       isinstance(node.func.value, ast.Call) and
+                       any(map(is_flags, node.func.value.args)))
+            if of_vars or getattr(node.func, "id", "") == "setattr" and is_flags(node.args[0]):
+                found.append(node.lineno)
+    return found
+
+
 def lines_of(text, name):
     """How many lines the first function of this name has; 0 if there is none."""
     for node in ast.walk(ast.parse(text)):
@@ -215,7 +243,15 @@ def figures(top):
     found["train_gpt2.py: hooks"] = sum(bool(HOOKS.search(line)) for line in text.splitlines())
     found["train_gpt2.py: habits"] = len(habits(text))
     found["modules in the largest circle of imports"] = len(circles(graph_of(top))[0])
+    found["lines that write into flags"] = sum(len(lines) for _, lines in writers(top))
     return found
+
+
+def writers(top):
+    """[(the path of the trainer or of a feature, its lines that write into flags)]."""
+    paths = top / "train_gpt2.py", *sorted(top.glob("dev/features/**/*.py"))
+    return [(path, writes_into_flags(path.read_text(encoding="utf-8"), path.name in DECIDE))
+            for path in paths]
 
 
 @fast
@@ -227,6 +263,9 @@ def test_budgets():
         check(name, value <= BUDGETS[name], f"{value:,} of {BUDGETS[name]:,}")
     for line, habit in habits((TOP / "train_gpt2.py").read_text(encoding="utf-8")):
         print(f"train_gpt2.py:{line}: {habit}")
+    for path, lines in writers(TOP):
+        for number in lines:
+            print(f"{path}:{number}: writes into flags; settled() of seams.py, or with_values()")
     print("short methods:", *short_methods((TOP / "train_gpt2.py").read_text(encoding="utf-8")))
     for number, line in enumerate((TOP / "train_gpt2.py").read_text(encoding="utf-8").splitlines(),
                                   1):
@@ -256,6 +295,17 @@ def f():
 x = 1; y = 2
 a, b, c = (lambda x, y=1: x), 2 * 3, [a for a, b in f(x)]
 """
+WRITES = """
+flags.steps = 1
+self.flags.a, b = 1, 2
+vars(run.flags).update(a=1)
+setattr(flags, "a", 1)
+rest = total / self.flags.total_batch
+rest = flags.steps - 1
+rest = self.flags.warmup + flag.flags_of(1).steps
+self.flags = flags
+vars(self.notes).update(flags=1)
+"""
 
 
 @fast
@@ -278,4 +328,7 @@ def test_counting():
                        ("modules in the largest circle of imports", 3)):
         yield name, found[name], wish, EXACT
     lines = [line for line, _ in habits(HABITS)]
+    for decides, wish in ((False, [2, 3, 4, 5, 6, 7]), (True, [2, 3, 4, 5])):
+        written = sorted(writes_into_flags(WRITES, decides))
+        check(f"writes into flags, {decides=}", written == wish, written)
     check("habits", sorted(lines) == [2, 3, 4, 5, 6, 7, 7, 9, 10], lines)

@@ -266,7 +266,7 @@ def test_steps_again():
     given = "--dropout", "0.5", "--seed", "7"
     flags = parse_flags("", order.FLAGS, given)
     Run, Model = order.attach(flags, Training, GPT2)
-    training = Run(flags, Model)
+    training = Run(Model.flags, Model)
     model = dropped_model("emulated")
     training.set_state(model, {"step": 2})
     check("--replay: step 3", model.adam.counter.tolist() == [7, 3], model.adam.counter)

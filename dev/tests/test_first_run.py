@@ -21,7 +21,7 @@ from dev.data import first_text
 from dev.data.vocabulary import (read_vocabulary, tokenizer_path, vocabulary_of,
                                  write_vocabulary)
 from dev.features import first_run
-from dev.features.order import check_refused, set_defaults, table_of_flags
+from dev.features.order import check_refused, table_of_flags, with_defaults
 from dev.llama3.train_llama3 import Config3
 from dev.tests.checks import EXACT, TINY, TOP, check, fast
 from dev.tests.trainings import LLAMA, TRAINER, call, check_resumed
@@ -53,7 +53,7 @@ def chosen(folder, *arguments, device="cpu", kind=Config):
         setattr(flags, name, value)
     flags.device = device
     os.chdir(folder)
-    return flags, set_defaults(flags, table, kind)
+    return with_defaults(flags, table, kind)
 
 
 @fast

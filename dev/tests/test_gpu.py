@@ -57,9 +57,9 @@ def test_steps_of_a_graph(device_name, folder):
 def test_late_reports(device_name, folder):
     """A step is reported after the next one has been queued, whose verdict is fetched first: a
     report may use the device."""
-    done, flags = [], SimpleNamespace(steps=9, val_every=0, val_batches=0, sample_tokens=0,
-                                      sample_every=0)
+    done, flags = [], SimpleNamespace(val_every=0, val_batches=0, sample_tokens=0, sample_every=0)
     training = type("Late", (LateReports, Training), {})(flags)
+    training.steps = 9
     training.model = SimpleNamespace(adam=SimpleNamespace(verdict="verdict"))
 
     def fetch(what):

@@ -144,15 +144,16 @@ def test_train(device_name, folder):
     late = device_name == "cuda"
     check("the callback ends it", len(ended) == 2 + late, len(ended))
     once = train(name, lambda step: step.number == 1, **flags | dict(val_every=0, shuffle=True))
-    check("0 and True are flags' values", (once.val_loss, once.training.flags.shuffle) == (None, 1))
+    check("0 and True are flags' values", (once.val_loss, once.training.settled()["shuffle"]) == (
+        None, 1))
     dropped = train(name, lambda step: None, **flags | dict(dropout=0.5))
     losses = [dropped.loss(tokens, targets) for _ in range(2)]
     rows = dropped.logits(tokens).reshape(-1, 257).astype(np.float64)
     chances = np.exp(rows) / np.exp(rows).sum(-1, keepdims=True)
     found = -np.log(chances[np.arange(24), targets.ravel()]).mean()
     yield "nothing is dropped outside of training", np.array(losses), [found, found], 1e-5
-    given = model.training.flags
-    check("so is False, and None is the default", (given.graph, given.shuffle) == (0, 0))
+    given = model.training.settled()
+    check("so is False, and None is the default", (given["graph"], given["shuffle"]) == (0, 0))
     with contextlib.redirect_stdout(io.StringIO()) as out:
         train(name, **flags | dict(output="log"))
     check("without a callback it prints", "step    6/6 | loss" in out.getvalue())

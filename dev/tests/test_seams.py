@@ -45,7 +45,7 @@ REPEATED = [
         "m'], arenas['adam v'], adam.starts, adam.decayed, adam.decayed.size, n, adam.settings, "
         "adam.verdict)"]),
     ("Training.train", SEAMS, [
-        "for step in range(self.model.step, flags.steps + 1):", "last = step == flags.steps",
+        "for step in range(self.model.step, self.steps + 1):", "last = step == self.steps",
         "if flags.val_every and (step % flags.val_every == 0 or last):", "self.validate()",
         "if flags.sample_every and step > 0 and (step % flags.sample_every == 0 or last):",
         "if last:",
@@ -55,7 +55,6 @@ REPEATED = [
         "verdict = self.model.verdict()",
         "self.report(step + 1, rate, verdict, time.perf_counter() - begun)"]),
     ("Training.announce", SEAMS, [
-        "flags = self.flags", "c = self.config",
         "print(f'data         | {self.train_data} (-i), {self.val_data.path} (-j)')",
         "for arena, table in GPT2.tables(c, self.device, B, T).items():",
         "print(f'{arena:12} | {offsets(table)[-1] / 2 ** 30:6.2f} GiB in {len(table)} tensors')"]),

@@ -17,7 +17,7 @@ import train_gpt2
 from dev.common.config import Config
 from dev.common.flags import parse_flags
 from dev.features.seams import GPT2, Training
-from dev.features.order import attach, set_defaults, table_of_flags
+from dev.features.order import attach, table_of_flags, with_defaults
 from dev.features.peak import flops_per_token, peak_flops
 from dev.tests.checks import EXACT, TINY, check, check_refusal
 from dev.bench import turns
@@ -151,7 +151,7 @@ def test_validations(folder):
             def work(rank, count=count, given=given, barrier=barrier, arguments=arguments):
                 ranks = Ranks(rank, count, given, barrier) if count > 1 else None
                 flags = parse_flags("", FLAGS, arguments, defaults=False)
-                set_defaults(flags, FLAGS, Config)
+                flags, _ = with_defaults(flags, FLAGS, Config)
                 Run, _ = attach(flags, Training, OneToken, ranks)
                 Run(flags, OneToken).run()
 

@@ -52,7 +52,7 @@ class Noted:
     def make_model(self):
         model = super().make_model()  # resumes
         if self.rank == 0:
-            self.json_log = JsonLog(self.folder.path, model.step, model.step >= self.flags.steps)
+            self.json_log = JsonLog(self.folder.path, model.step, model.step >= self.steps)
         return model
 
     def note(self, step, **values):
@@ -66,7 +66,7 @@ class Noted:
     def report(self, queued, verdict):
         super().report(queued, verdict)
         if self.rank == 0:
-            step, total = queued.number, self.flags.total_batch
+            step, total = queued.number, self.total_batch
             skipped = {} if verdict.update else dict(skipped=True)
             self.note(step, loss=shortest(verdict.loss), norm=shortest(verdict.norm),
                       lr=shortest(queued.rate), ms=round(1e3 * self.seconds, 3),

@@ -8,8 +8,8 @@ import os
 import sys
 from pathlib import Path
 
+from dev.common.flags import with_values
 from dev.features.checkpoints.checkpoint_files import FILES, steps_of
-from dev.features.declare import Feature
 from prepro_tinyshakespeare import UserError
 
 
@@ -22,25 +22,22 @@ def newest_checkpoint(folder):
     return str(folder / FILES["model"].format(steps[-1])) if steps else None
 
 
-class Newest:
-    """Training that starts from a run's folder."""
-
-    def choose_model(self):
-        name = self.flags.model
-        if name and os.path.isdir(name) and not self.is_descriptor(name):
-            found = newest_checkpoint(name)
-            self.flags.model = found or name
-            if found and self.flags.sample is not None:  # a training prints its model
-                print(f"model {found} (-e)", file=sys.stderr, flush=True)
-        super().choose_model()
-
-    def is_descriptor(self, name):
-        """Whether it names a model from scratch, such as d12."""
-        try:
-            self.Model.Config.from_descriptor(name)
-        except UserError:
-            return False
-        return True
+def with_checkpoint(flags, kind):
+    """The flags, with the newest checkpoint of an -e that is a run's folder. kind: the model's
+    Config."""
+    name = flags.model
+    if not name or not os.path.isdir(name) or is_descriptor(name, kind):
+        return flags
+    found = newest_checkpoint(name)
+    if found and flags.sample is not None:  # a training prints its model
+        print(f"model {found} (-e)", file=sys.stderr, flush=True)
+    return with_values(flags, model=found or name)
 
 
-FEATURE = Feature("newest", training=Newest)
+def is_descriptor(name, kind):
+    """Whether it names a model from scratch, such as d12."""
+    try:
+        kind.from_descriptor(name)
+    except UserError:
+        return False
+    return True

@@ -7,6 +7,7 @@ number of ranks the data continues with the next file.
 import os
 
 from dev.common.config import count_tokens
+from dev.common.flags import with_values
 from dev.features.checkpoints.run_json import read_notes
 from dev.features.checkpoints.state_file import STATE, Damage, finite_sets, moments_of, read_states
 from dev.features.file_kinds import checked_header
@@ -32,8 +33,7 @@ def choose_checkpoint(folder, steps):
     fixed = [flag.key for flag in folder.table if not flag.restored]
     restored = [name for name in before
                 if name not in fixed and getattr(flags, name, before[name]) is None]
-    for name in restored:
-        setattr(flags, name, before[name])
+    folder.flags = flags = with_values(flags, **{name: before[name] for name in restored})
     for flag in folder.table if flags.sample is None else ():
         if not flag.path:
             continue
@@ -62,9 +62,9 @@ def choose_checkpoint(folder, steps):
 def resume(folder, training, model):
     """Set a model and its data to where the checkpoint was written; leave them at the start of a
     run that has none. Raises UserError if the run had other data or batches."""
-    device, notes, flags = model.device, folder.notes, folder.flags
+    device, notes = model.device, folder.notes
     if notes:
-        check_same_run(folder)
+        check_same_run(folder, training)
         set_products(device, notes["products"])
         if folder.step is None:
             say(f"resumed      | at the start: {folder.path} has no checkpoint, and the flags of "
@@ -84,11 +84,11 @@ def resume(folder, training, model):
     if folder.checkpoint:
         training.set_state(model, notes or {})
         model.step = folder.step
-        if folder.step >= flags.steps:
-            flags.val_every = flags.sample_every = 0
+        if folder.step >= training.steps:
+            folder.ended = True
             more = ("a larger -x goes on" if folder.has_state else
                     f"{folder.checkpoint} has the weights")
-            say(f"nothing is left to do: all {folder.step} steps are made (-x {flags.steps}); "
+            say(f"nothing is left to do: all {folder.step} steps are made (-x {training.steps}); "
                 f"{more}")
 
 
@@ -104,12 +104,12 @@ def set_products(device, products):
             "its own, and bits may differ")
 
 
-def check_same_run(folder):
+def check_same_run(folder, training):
     """Raise UserError if the run had other data or batches, or is beyond -x. Warn if other flags
     have changed."""
-    notes, path, flags, step = folder.notes, folder.notes_path, folder.flags, folder.step or 0
-    if step > flags.steps:
-        raise UserError(f"-x {flags.steps}: expected {step} or more, the steps of "
+    notes, path, step = folder.notes, folder.notes_path, folder.step or 0
+    if step > training.steps:
+        raise UserError(f"-x {training.steps}: expected {step} or more, the steps of "
                         f"{folder.checkpoint}")
     pairs = [(then, now[: len(then)])  # an older version has no hash
              for then, now in zip(notes["data"], folder.data)]
@@ -122,7 +122,7 @@ def check_same_run(folder):
     if folder.has_state:
         count = checked_header(folder.file("state", step), STATE)[2]
     declared = {flag.key: flag for flag in folder.table}
-    for name, now in vars(flags).items():
+    for name, now in training.settled().items():
         flag = declared[name]
         before = notes["flags"].get(name, now)
         if name == "model" and before:
@@ -134,7 +134,9 @@ def check_same_run(folder):
         if flag.must_agree and not (count != folder.count and name == "total_batch"):
             raise UserError(f"{path}: of a run with {flag.short} {before}, and now it is {now}: "
                             "expected the same")
-        may_differ = flag.may_differ(flags) if callable(flag.may_differ) else flag.may_differ
+        may_differ = flag.may_differ
+        if callable(may_differ):
+            may_differ = may_differ(training.flags)
         if not may_differ and name not in MAY_DIFFER:
             say(f"WARNING: {flag.name} was {before} until step {step}, and is {now} from now on")
 

@@ -47,6 +47,7 @@ class RunFolder(CheckpointFiles):
         self.flags, self.ranks = flags, ranks
         self.rank, self.count = (ranks.rank, ranks.count) if ranks else (0, 1)
         self.step, self.checkpoint, self.notes = None, None, None
+        self.ended = False  # whether the run that -y 1 resumes has made all of its steps
         self.writer, self.failed = None, None
         self.news = []  # lines that the writer's thread has for the terminal
         try:
@@ -116,6 +117,7 @@ class RunFolder(CheckpointFiles):
 
     def begin(self, training, model):
         """Resume if there is a run, and open the log."""
+        self.flags = training.flags
         self.data = [[Path(path).name, os.path.getsize(path), partial_hash(path)]
                      for path in training.train_data.inputs()]
         if self.rank:
@@ -135,7 +137,7 @@ class RunFolder(CheckpointFiles):
                 self.remove_leftovers()
                 if self.step is None:
                     self.write_notes(notes_of(training, model, self.data, self.table))
-                self.main_log = MainLog(self.path, model.step, model.step >= self.flags.steps)
+                self.main_log = MainLog(self.path, model.step, model.step >= training.steps)
             except BaseException:
                 os.close(self.lock)
                 raise

@@ -23,7 +23,7 @@ def notes_of(training, model, data, table):
     device, paths = model.device, {flag.key for flag in table if flag.path}
     return dict(step=model.step, ranks=training.count,
                 flags={name: from_anywhere(name, x) if name in paths else x
-                       for name, x in vars(training.flags).items()},
+                       for name, x in training.settled().items()},
                 data=data, **training.state(model),
                 products=dict(of=getattr(device, "cache", None),
                               algorithms=dict(getattr(device, "choices", {}))))

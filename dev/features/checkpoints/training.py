@@ -6,19 +6,12 @@ from dev.features.declare import Feature, Flag, trains
 class Resumed:
     """A run that starts from its folder's checkpoint, if there is one."""
 
-    def choose_model(self):
-        flags, given = self.flags, self.flags.model
-        flags.model = str(self.folder.checkpoint or given)
-        super().choose_model()
-        flags.model = given  # for run_*.json
+    def model_given(self):
+        return str(self.folder.checkpoint or "") or super().model_given()
 
 
 class Kept(Resumed):
     """Training that keeps a log and checkpoints in a folder."""
-
-    def data_paths(self):
-        self.flags.train_data, self.flags.val_data = paths = super().data_paths()
-        return paths
 
     def weights(self, model):
         """{name of a file: (views of whole parameters, their type)}, which rank 0 writes into each
@@ -36,6 +29,12 @@ class Kept(Resumed):
             super().train()
         finally:
             self.folder.close()
+
+    def validates(self, done):
+        return super().validates(done) and not self.folder.ended
+
+    def samples(self, done):
+        return super().samples(done) and not self.folder.ended
 
     def next_batches(self):
         position = self.train_data.position()

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
+from dev.common.flags import with_values
 from dev.features.declare import Feature, Flag
 from dev.features.ranks.collectives import Mpi, Nccl
 
@@ -242,7 +243,7 @@ class RankedTraining:
         files |= code_of(self.modules | modules_of(device))
         self.ranks.meeting.expect_same({
             "the device": str(device), "the model": str(model.config), "the step": model.step,
-            **flags_of(self.flags),
+            **flags_of(with_values(self.flags, **self.settled())),
             **{f"the file {name}": partial_hash(path) for name, path in files.items()}})
 
     def choose_products(self, model):
