@@ -20,6 +20,7 @@ from dev.common.config import Config, read_parameters
 from dev.common.flags import parse_flags
 from dev.cpu.device import Cpu
 from dev.cpu.emulated import Emulated
+from dev.features import __main__ as features_map
 from dev.features import moments, order, seams
 from dev.tests.checks import TINY, TOP, check, check_refusal
 from dev.tests.trainings import two_token_files
@@ -226,3 +227,17 @@ def test_sizes():
                          (2**27 - 2**20, "127.00 MiB"), (2**27, "  0.12 GiB"),
                          (73 * 2**30, " 73.00 GiB")):
         check(f"{nbytes} bytes", seams.size_of(nbytes) == wish, seams.size_of(nbytes))
+
+
+def test_map():
+    """`python -m dev.features` has each flag once, beside the file that declares it."""
+    rows = {path: (text, flags) for path, text, flags in features_map.rows()}
+    check("ema.py", rows["ema.py"] == (
+        "--ema D: an exponential moving average of the weights.", ["--ema"]), rows["ema.py"])
+    check("chat.py has two", rows["chat.py"][1] == ["--chat", "--answer"], rows["chat.py"])
+    check("without flags", rows["fp8/fp8_all.py"][1] == [], rows["fp8/fp8_all.py"])
+    found = sorted(flag for _, flags in rows.values() for flag in flags)
+    wish = sorted(flag.name for flag in order.FLAGS)
+    check("all flags", found == wish, {*found} ^ {*wish})
+    cut = [path for path, (text, _) in rows.items() if text.endswith("et al.")]
+    check("whole sentences", not cut, cut)
