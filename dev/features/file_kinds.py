@@ -103,6 +103,7 @@ class Named:
 
 FEATURE = Feature("files", training=Named, flags=(
     Flag("-e", "--model", "name", None, "checkpoint, or a run's folder: its newest; or, from "
-         "scratch, {descriptors}, or layers x heads x channels, such as 6x6x384 (default: {file} "
-         "if it is here, else a small model on bytes: {small})", path=True,
+         "scratch, {descriptors}, or layers x heads x channels, such as 6x6x384, with -t's "
+         "positions, else 1,024 (default: {file} if it is here, else a small model on bytes: "
+         "{small})", path=True,
          must_agree=True),))
