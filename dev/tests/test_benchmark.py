@@ -122,7 +122,7 @@ def test_jobs(folder):
     text = results.read_text()
     check("the report takes the old one's place",
           text.startswith("above\n<!-- benchmark: begin -->\n## 20") and
-          text.endswith("<!-- benchmark: end -->\nbelow\n") and "old" not in text and
+          text.endswith("<!-- benchmark: end -->\nbelow\n") and "\nold\n" not in text and
           "commit abc1234" in text and f"| {ROWS[0]} | 1.00 |" in text, text[:80])
 
     folder = str(folder)
