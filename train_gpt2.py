@@ -666,7 +666,7 @@ class Training:
         self.model = None
         self.train_data = None
         self.val_data = None
-        self.T = 0
+        self.T = 0  # tokens of a row
         self.total_batch = 0  # tokens of a step
         self.grad_accum = 1  # micro-batches of a step
         self.epoch = 1  # steps, as llm.c counts them
