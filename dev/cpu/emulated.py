@@ -195,3 +195,10 @@ class Emulated(Host):
         width = array.shape[1]
         made.view(np.uint64)[:4] = array.__array_interface__["data"][0], HS, width // HS, T
         return made.view("V128")
+
+    def paired_map(self, array):
+        """As PairedMaps.paired_map of features/fp8/fp8_gelu.py."""
+        made, (rows, width) = aligned_bytes(128), array.shape
+        made.view(np.uint64)[:5] = (array.__array_interface__["data"][0],
+                                    width * array.itemsize // 2, 1, rows, 1)
+        return made.view("V128")

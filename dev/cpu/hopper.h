@@ -16,6 +16,7 @@ struct WarpGroup {
         unsigned long long a, b;      // descriptions
         unsigned registers[4];        // what the thread holds of A, if it is in registers
         bool a_of_rows, b_of_rows;    // 64 columns of 16 rows, or all columns of B, instead of 16 columns
+        bool e4m3 = false;            // 32 numbers of 8 bits along the summed index, instead of 16 bf16
         size_t bytes() const { return parts * sizeof *d; }
     };
     struct Result {
@@ -45,15 +46,18 @@ struct WarpGroup {
         const unsigned place = start + row / 8 * stride + row % 8 * 8 + piece / 8 * leading + piece % 8;
         return place ^ (place / 8 & 7);
     }
-    // Columns 8 piece..8 piece+7 of a row.
-    QUIET void read(float* to, const char* shared, unsigned long long description, unsigned row, unsigned piece) {
+    // Columns 8 piece..8 piece+7 of a row; of e4m3, 16 piece..16 piece+15.
+    QUIET void read(float* to, const char* shared, unsigned long long description, unsigned row, unsigned piece,
+                    bool e4m3) {
         Reading reading = {place_of(description, row, piece), groups, {}, races::asked(pc)};
         races::copy(shared + 16 * reading.place, 16, false, true, reading.asked);
         memcpy(reading.value, shared + 16 * reading.place, 16);
         unsigned short bits[8];
         memcpy(bits, reading.value, 16);
         const bool swizzled = description >> 46 == 1 << 16;  // by 128 bytes, from a multiple of 1,024, and nothing else
-        for (int i = 0; i < 8; i++) to[i] = swizzled ? __uint_as_float(unsigned(bits[i]) << 16) : NAN;
+        for (int i = 0; i < 8 && !e4m3; i++) to[i] = __uint_as_float(unsigned(bits[i]) << 16);
+        for (int i = 0; i < 16 && e4m3; i++) to[i] = from_fp8(bits[i / 2] >> i % 2 * 8);
+        for (int i = 0; i < 16 && !swizzled; i++) to[i] = NAN;
         readings.push_back(reading);
     }
 
@@ -68,16 +72,17 @@ struct WarpGroup {
                 right &= i < of_thread.size() && of_thread[i].right && of_thread[i].a == product.a &&
                          of_thread[i].b == product.b && of_thread[i].add == product.add &&
                          of_thread[i].parts == product.parts && of_thread[i].a_of_rows == product.a_of_rows &&
-                         of_thread[i].b_of_rows == product.b_of_rows;
-            const int columns = 8 * product.parts;
-            static thread_local float A[64][16], B[128][16], D[64][128];  // B is transposed. Stacks are small
+                         of_thread[i].b_of_rows == product.b_of_rows && of_thread[i].e4m3 == product.e4m3;
+            const int columns = 8 * product.parts, depth = product.e4m3 ? 32 : 16;
+            static thread_local float A[64][32], B[128][32], D[64][128];  // B is transposed. Stacks are small
             memset(D, 0, sizeof D);
-            auto fill = [&](float (*to)[16], int rows, unsigned long long description, bool of_rows) QUIET {
-                float eight[8];
+            auto fill = [&](float (*to)[32], int rows, unsigned long long description, bool of_rows) QUIET {
+                float some[16];
+                const int n = depth / 2;  // numbers in 16 bytes
                 for (int row = 0; row < (of_rows ? 16 : rows); row++)
                     for (int piece = 0; piece < (of_rows ? rows / 8 : 2); piece++) {
-                        read(eight, shared, description, row, piece);
-                        for (int i = 0; i < 8; i++) (of_rows ? to[8 * piece + i][row] : to[row][8 * piece + i]) = eight[i];
+                        read(some, shared, description, row, piece, product.e4m3);
+                        for (int i = 0; i < n; i++) (of_rows ? to[n * piece + i][row] : to[row][n * piece + i]) = some[i];
                     }
             };
             if (!product.a_in_registers) fill(A, 64, product.a, product.a_of_rows);
@@ -89,7 +94,7 @@ struct WarpGroup {
                             __uint_as_float(asked[t][i].registers[r] >> 16 * j << 16);
             for (int m = 0; m < 64; m++)
                 for (int n = 0; n < columns; n++)
-                    for (int k = 0; k < 16; k++) D[m][n] += A[m][k] * B[n][k];
+                    for (int k = 0; k < depth; k++) D[m][n] += A[m][k] * B[n][k];
             for (int t = 0; t < 128 && right; t++) {
                 Result& result = result_of(t, asked[t][i]);
                 for (int e = 0; e < 4 * product.parts; e++)
@@ -163,6 +168,7 @@ struct Box {
     int columns, rows; // of the matrix, beyond which there are zeros
     size_t stride;     // bytes from row to row
     int column, row;   // where the box begins
+    bool paired;       // of each 16 rows, first the even ones
     Mbarrier* mbarrier;
     races::Asked asked;
 
@@ -171,10 +177,12 @@ struct Box {
         for (int r = max(row, 0); r < min(row + 64, rows); r++)
             races::copy(from + r * stride + 2 * column, 2 * max(min(64, columns - column), 0), false, begins, asked);
     }
+    // The row of a box of 64 that stands at its place i.
+    static int row_at(int i, bool paired) { return paired ? i / 16 * 16 + i % 8 * 2 + i / 8 % 2 : i; }
     QUIET void deliver() const {
         char* shared = static_cast<char*>(dynamic_shared);
         for (int i = 0; i < 64 * 64; i++) {
-            const int r = row + i / 64, c = column + i % 64;
+            const int r = row + row_at(i / 64, paired), c = column + i % 64;
             const size_t place = to - shared + 2 * i;
             char* at = shared + (place ^ (place / 128 & 7) * 16);  // in the 128-byte swizzle
             if (r < rows && c < columns) memcpy(at, from + r * stride + 2 * c, 2);
@@ -323,6 +331,9 @@ inline void wgmma_of_rows(float (*d)[4], unsigned long long a, unsigned long lon
 inline void wgmma_from_registers(float (*d)[4], const unsigned (&a)[4], unsigned long long b) {
     ask({d, 8, true, true, true, b, b, {a[0], a[1], a[2], a[3]}, false, true});
 }
+inline void wgmma_e4m3(float (*d)[4], unsigned long long a, unsigned long long b, bool add) {
+    ask({d, 16, true, add, false, a, b, {}, false, false, true});
+}
 template <bool b_of_rows, bool a_of_rows>
 void wgmma_wide(float (*d)[4], unsigned long long a, unsigned long long b, bool add) {
     ask({d, 16, true, add, false, a, b, {}, a_of_rows, b_of_rows});
@@ -396,8 +407,10 @@ QUIET inline __attribute__((noinline)) void copy_box(void* box, const void* map,
                                                      int b, unsigned long long& mbarrier) {
     auto* m = static_cast<const unsigned long long*>(map);  // as Emulated.tensor_map makes it
     const size_t stride = 2 * m[1] * m[2];
-    const char* from = reinterpret_cast<const char*>(m[0]) + b * m[3] * stride + 2 * head * m[1];
-    state().boxes.push_back({static_cast<char*>(box), from, int(m[1]), int(m[3]), stride, channel, t,
+    const bool paired = m[4];  // then b is the number of 16 rows
+    const char* from = reinterpret_cast<const char*>(m[0]) + (paired ? 0 : b * m[3] * stride) + 2 * head * m[1];
+    state().boxes.push_back({static_cast<char*>(box), from, int(m[1]), int(m[3]), stride, channel,
+                             paired ? 16 * b : t, paired,
                              &as_mbarrier(mbarrier), races::asked(__builtin_return_address(0))});
     state().boxes.back().tell_races(true);
     memset(box, 0xff, 8192);
@@ -428,16 +441,20 @@ QUIET inline __attribute__((noinline)) void add_line(float* global, const float*
     line.begin();
     state().sent.push_back(std::move(line));
 }
-// The opposite of copy_box, for matrices without heads: rows and columns outside of one are left out.
+// The opposite of copy_box, for matrices without heads, or paired: rows and columns outside of one are left out.
 QUIET inline __attribute__((noinline)) void store_box(const void* map, int column, int row, const void* box,
                                                       int matrix = 0) {
     auto* m = static_cast<const unsigned long long*>(map);  // as Emulated.tensor_map makes it
     const int columns = int(m[1]), rows = int(m[3]), inside = max(min(64, columns - column), 0);
+    const bool paired = m[4];
+    if (paired) row = 16 * matrix, matrix = 0;
     Sent sent = sent_from(box, 8192, false, __builtin_return_address(0));
     const char* shared = static_cast<char*>(dynamic_shared);
-    for (int i = 0; i < 64 && row + i < rows && inside > 0; i++) {
+    for (int i = 0; i < 64 && inside > 0; i++) {
+        const int r = row + Box::row_at(i, paired);
+        if (r >= rows) continue;
         Sent::Piece piece = {
-            reinterpret_cast<char*>(m[0]) + ((size_t(matrix) * rows + row + i) * columns + column) * 2, {}};
+            reinterpret_cast<char*>(m[0]) + ((size_t(matrix) * rows + r) * columns + column) * 2, {}};
         for (int j = 0; j < 2 * inside; j++) {
             const size_t place = sent.from - shared + 128 * i + j;
             piece.bytes.push_back(shared[place ^ (place / 128 & 7) * 16]);  // in the 128-byte swizzle

@@ -28,6 +28,13 @@ inline unsigned short two_fp8(float low, float high) {
     return round(low) | round(high) << 8;
 }
 
+inline float from_fp8(unsigned bits) {
+    const int exponent = bits >> 3 & 15, mantissa = bits & 7;
+    if (exponent == 15 && mantissa == 7) return NAN;
+    const float size = exponent ? scalbnf(8 + mantissa, exponent - 10) : scalbnf(mantissa, -9);
+    return bits >> 7 & 1 ? -size : size;
+}
+
 // The element i = 0, 1 of a pair along the summed index, as the tensor cores see it.
 template <class Pair> float element(const Pair& pair, int i) {
     if constexpr (sizeof(Pair) == 4) return __uint_as_float(i ? pair & 0xffff0000 : pair << 16);

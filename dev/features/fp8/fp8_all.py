@@ -73,10 +73,15 @@ class Fp8All:
         self.linear(branch, a.atty, p.attprojw, p.attprojb, kept.atty)  # (N,C) @ (C,C) -> (N,C)
 
         self.norm_forward(a.ln2, a.ln2_mean, a.ln2_rstd, a.ln2_inp, branch, p.ln2w, p.ln2b)  # (N,C)
+        self.mlp_forward(a, p, kept)
+
+    def mlp_forward(self, a, p, kept):
+        """The branch (N,C) of the MLP, given ln2."""
+        device = self.device
         self.linear(a.fch, a.ln2, p.fcw, p.fcb, kept.ln2)  # (N,C) @ (C,4C) -> (N,4C)
         gelu = device.tensor(INPUT, p.fcprojw)
         device.launch_both("gelu_to_fp8", a.fch_gelu, gelu, kept.fch_gelu, (a.fch,))
-        device.matmul(branch, a.fch_gelu, p.fcprojw.T, bias=p.fcprojb)  # (N,4C) @ (4C,C) -> (N,C)
+        device.matmul(self.acts.branch, a.fch_gelu, p.fcprojw.T, bias=p.fcprojb)  # -> (N,C)
 
     def layer_backward(self, l):
         """As GPT2.layer_backward. In the first step's passes in bf16, layers share their inputs, so
@@ -86,16 +91,8 @@ class Fp8All:
             return super().layer_backward(l)
         p, g, a = self.layers[l]
         kept, d, matmul = self.kept_of(l), self.back, device.matmul
-        dx, dinp, dgelu = d.dresidual, d.dinp, a.fch_gelu
-        self.transpose_gradient(dx, p.fcprojw)
-        self.weight_gradient(g.fcprojw, p.fcprojw, kept.fch_gelu)  # (C,N) @ (N,4C) -> (C,4C)
-        matmul(dgelu, dx, p.fcprojw)  # (N,C) @ (C,4C) -> (N,4C)
-        dfch = dgelu
-        device.launch_both("gelu_backward_to_fp8", dfch, device.tensor(GRADIENT, p.fcw),
-                           self.kept.gradient, (d.sums, dgelu, a.fch))
-        fcb = g.fcb, -(-len(dfch) // TILE), g.fcb.size  # the blocks' sums, in d.sums
-        self.weight_gradient(g.fcw, p.fcw, kept.ln2)  # (4C,N) @ (N,C) -> (4C,C)
-        matmul(dinp, dfch, p.fcw)  # dln2: (N,4C) @ (4C,C) -> (N,C)
+        dx, dinp = d.dresidual, d.dinp
+        fcb = self.mlp_backward(p, g, a, kept)
         self.norm_backward(dx, g.ln2w, g.ln2b, dinp, a.ln2_inp, p.ln2w, a.ln2_mean, a.ln2_rstd,
                            g.attprojb, fcb)
 
@@ -109,16 +106,36 @@ class Fp8All:
         self.norm_backward(dx, g.ln1w, g.ln1b, dinp, a.ln1_inp, p.ln1w, a.ln1_mean, a.ln1_rstd,
                            self.bias_before(l), qkvb)
 
+    def mlp_backward(self, p, g, a, kept):
+        """dln2 in back.dinp, and the gradients of the MLP's parameters, given that of the stream.
+        Returns what finishes the gradient of fcb: see FusedBiases.norm_backward."""
+        device, d, matmul = self.device, self.back, self.device.matmul
+        dx, dgelu = d.dresidual, a.fch_gelu
+        self.transpose_gradient(dx, p.fcprojw)
+        self.weight_gradient(g.fcprojw, p.fcprojw, kept.fch_gelu)  # (C,N) @ (N,4C) -> (C,4C)
+        matmul(dgelu, dx, p.fcprojw)  # (N,C) @ (C,4C) -> (N,4C)
+        dfch = dgelu
+        device.launch_both("gelu_backward_to_fp8", dfch, device.tensor(GRADIENT, p.fcw),
+                           self.kept.gradient, (d.sums, dgelu, a.fch))
+        self.weight_gradient(g.fcw, p.fcw, kept.ln2)  # (4C,N) @ (N,C) -> (4C,C)
+        matmul(d.dinp, dfch, p.fcw)  # dln2: (N,4C) @ (4C,C) -> (N,C)
+        return g.fcb, -(-len(dfch) // TILE), g.fcb.size  # the blocks' sums, in d.sums
+
     def kept_of(self, l):
         """The transposed twins of layer l."""
         return SimpleNamespace(**{name: getattr(self.kept, name)[l]
                                   for name in ("ln1", "atty", "ln2", "fch_gelu")})
 
     def linear(self, out, inp, weight, bias, kept):
-        """out = inp @ weight.T + bias; kept = the transposed twin of inp, which is in L2 now."""
+        """out = inp @ weight.T + bias; kept = the transposed twin of inp."""
+        self.keep(inp, weight, kept)
+        self.device.matmul(out, inp, weight.T, bias=bias)
+
+    def keep(self, inp, weight, kept):
+        """kept = the transposed twin of inp, which is in L2 now. Returns the plain one."""
         twin = self.device.twin_of(inp, self.device.tensor(INPUT, weight))
         transposed(self.device, kept, twin)
-        self.device.matmul(out, inp, weight.T, bias=bias)
+        return twin
 
     def transpose_gradient(self, dout, weight):
         """kept.gradient = the transposed twin of dout, the gradient of what a product with this

@@ -1,0 +1,397 @@
+// The MLP's two products that meet GELU, on Hopper in FP8. Each writes what it computes as twins,
+// plain and transposed, while the tensor cores work on another tile: compiled behind fp8.cu,
+// hopper.cuh and turns.cuh with -DBF16 -DHOPPER. fp8_gelu.py launches them.
+//   matmul_gelu_fp8    fch = inp (N,C) @ w (OC,C)' + bias (OC), and the twins of gelu(fch)
+//   matmul_dgelu_fp8   the twins of dfch = dout (N,C) @ w (OC,C)' * gelu'(fch), and sums of its
+//                      columns
+//
+// Two warpgroups take turns, as gelu_products.cu explains: one multiplies, while the other one has
+// its tile of 128 x 128 in registers. A stage has 128 channels in place of 64, and the same bytes.
+//
+// Three things save shared memory, which is the limit:
+//   - Nobody but these kernels reads fch. So a thread stores its part of a tile as it has it, 16
+//     bytes at a time, and the thread that needs it loads it back. N and OC are multiples of 128,
+//     so each of these parts has its place in the array.
+//   - A lane has two rows, 8 apart, and two neighbouring columns of each 8. Its bytes would not be
+//     neighbours in either twin. Therefore TMA brings each 16 rows of both operands in another
+//     order: first the even ones, then the odd ones. Then the lane's rows are 2 i and 2 i + 1, and
+//     its columns 4 q .. 4 q + 3. TMA restores the order of rows when it stores a twin.
+//   - stmatrix moves 8 x 8 pairs of bytes, for the transposed twin with the pairs transposed.
+//
+// What a tile costs, in clocks of its multiprocessor, for C = 768: 3,072 of the tensor cores; of
+// shared memory 3,840 for the products and 512 for the twins; and 2,048 of the unit for 2^x and
+// 1/x.
+
+namespace fp8_gelu {
+
+using namespace turns;
+
+constexpr int CHANNEL_BYTES = 128;  // of a stage
+using Sixteen = Stored<4, Pair>;    // bytes
+
+static_assert(STAGE == 4 * BOX && TILE_SIZE == 4 * BOX && 2 * (STAGES + 2) * STAGE == 229376, "as fp8_gelu.py says");
+
+#ifdef __CUDACC__
+// D (64,128) = A (64,32) B (32,128) of e4m3, or with `add` D += A B. A and B' are 32 channels of
+// the rows of two tiles.
+__device__ void wgmma_e4m3(float (*d)[4], unsigned long long a, unsigned long long b, bool add) {
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %66, 0;"
+                 "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 "
+                 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
+                 "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
+                 "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,"
+                 "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}, "
+                 "%64, %65, p, 1, 1;}"
+                 : FLOATS32(d), FLOATS32((d + 8)) : "l"(a), "l"(b), "r"((int)add));
+}
+
+__device__ float reciprocal(float x) {  // of infinity it is 0
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// 16 bytes that are read once, now: the compiler does not move the load to where they are needed.
+__device__ void load_now(Pair (&x)[4], const Sixteen* from) {
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "l"(from));
+}
+
+// Loads two boxes of 64 rows for both blocks: each block one of them.
+__device__ void load_rows(real* boxes, const Tiles& map, int c, int row, unsigned long long& full) {
+    int own = blockIdx.x % 2;
+    expect_bytes(2 * BOX * sizeof(real), full);
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+                 ".multicast::cluster [%0], [%1, {%2, %3, %4, %5}], [%6], %7;"
+                 ::"r"(shared_address(boxes + own * BOX)), "l"(&map), "r"(c), "r"(0), "r"(0),
+                   "r"(row / 16 + own * 4), "r"(shared_address(&full)), "h"((unsigned short)3)
+                 : "memory");
+}
+#else
+__device__ void load_now(Pair (&x)[4], const Sixteen* from) {
+    for (int i = 0; i < 4; i++) x[i] = from->x[i];
+}
+__device__ void load_rows(real* boxes, const Tiles& map, int c, int row, unsigned long long& full) {
+    for (int box = 0; box < 2; box++)
+        copy_box(boxes + box * BOX, &map, c, 0, 0, row / 16 + box * 4, full);
+}
+#endif
+
+// The share of x that GELU is, as in gelu_products.cu.
+__device__ float share_of_gelu(float x) {
+    constexpr float factor = -SQRT_8_OVER_PI * LOG2_E;
+    return reciprocal(1.0f + power_of_2(x * (factor + 0.044715f * factor * (x * x))));
+}
+__device__ float derivative(float x) {
+    float g = share_of_gelu(x), xg = x * g;
+    return g + (xg - xg * g) * (SQRT_8_OVER_PI + 3.0f * 0.044715f * SQRT_8_OVER_PI * (x * x));
+}
+
+struct Sizes {
+    int N, OC, C;
+    __device__ int across() const { return OC / WIDTH; }  // even
+    __device__ int tiles() const { return N / HEIGHT * across(); }
+};
+
+// Where the rows and columns of tile number `tile` begin. Neighbours have the same rows.
+struct TileAt {
+    int row, column;
+    __device__ TileAt(int tile, const Sizes& sizes) {
+        row = tile / sizes.across() * HEIGHT, column = tile % sizes.across() * WIDTH;
+    }
+};
+
+// mbarriers.
+struct Waits {
+    unsigned long long full[STAGES],  // a step's operands have arrived
+        empty[STAGES],                // the blocks of the cluster have multiplied them
+        my_turn[2];                   // a warpgroup may begin: the other one has all its stages
+};
+
+// One thread loads what is multiplied, step by step: 128 channels of a tile's rows and columns.
+__device__ void load_operands(
+    real* stages, Waits& waits, const Tiles& inp, const Tiles& w, const Sizes& sizes) {
+    unsigned step = 0;
+    for (int tile = blockIdx.x; tile < sizes.tiles(); tile += gridDim.x) {
+        TileAt at(tile, sizes);
+        for (int c = 0; c < sizes.C; c += CHANNEL_BYTES, step++) {
+            real* stage = stages + step % STAGES * STAGE;
+            auto& full = waits.full[step % STAGES];
+            // At first all stages are empty: a new mbarrier counts the phase before as over.
+            mbarrier_wait(waits.empty[step % STAGES], step / STAGES % 2 ^ 1);
+            load_rows(stage, inp, c / 2, at.row, full);
+            for (int box = 0; box < 2; box++)
+                copy_box(stage + (2 + box) * BOX, &w, c / 2, 0, 0, at.column / 16 + box * 4, full);
+            mbarrier_arrive(full);
+        }
+    }
+}
+
+// x = A B' of a stage, or with `add` x += A B'. Both are 128 rows.
+__device__ void multiply_step(TileResult& x, const real* stage, bool add) {
+    auto a = describe(own_address16(stage)), b = describe(own_address16(stage + 2 * BOX));
+    wgmma_fence(x.x);
+#pragma unroll
+    for (int k = 0; k < CHANNEL_BYTES / 2; k += 16)  // 32 bytes
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+            wgmma_e4m3(x.x[0] + WIDTH / 8 * half, further(a, (half * BOX + k) / W),
+                       further(b, k / W), add || k > 0);
+    wgmma_commit();
+}
+
+// Of a tile a lane has, for each half of its rows and each 16 columns, in each 16 rows of its warp,
+// rows 2 i and 2 i + 1 of columns 4 q .. 4 q + 3, with i = lane / 4 and q = lane % 4.
+struct Eight {
+    float x[2][4];  // [row][column]
+};
+__device__ Eight eight_of(const TileResult& x, int half, int m) {
+    Eight e;
+#pragma unroll
+    for (int row = 0; row < 2; row++)
+#pragma unroll
+        for (int c = 0; c < 4; c++) e.x[row][c] = x.x[0][16 * half + 2 * m + c % 2][2 * row + c / 2];
+    return e;
+}
+
+// Where a lane's 16 bytes of fch are.
+__device__ size_t place_in_fch(int tile, int half, int m) {
+    return (size_t)tile * (HEIGHT * WIDTH / 8) + (half * 8 + m) * 128 + threadIdx.x % 128;
+}
+
+// Makes a tile's twins, 16 columns at a time, in shared memory: two boxes of 64 tokens, then two of
+// 64 channels.
+struct Twins {
+    float factor, largest;
+
+    // Two steps of 16 columns, 2 k and 2 k + 1, of one half of the rows.
+    __device__ void add(real* result, const Eight (&e)[2], int half, int k) {
+        unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+        Pair rows[4], columns[4];
+#pragma unroll
+        for (int m = 0; m < 2; m++) {
+            Pack<8> y;
+            for (int i = 0; i < 8; i++) {
+                y[i] = e[m].x[i / 4][i % 4];
+                largest = fmaxf(largest, fabsf(y[i]));
+            }
+            show_infinities(y, largest);
+            for (int i = 0; i < 8; i++) y[i] *= factor;
+            for (int row = 0; row < 2; row++)
+                rows[2 * m + row] = two_fp8(y[4 * row], y[4 * row + 1]) |
+                                    (unsigned)two_fp8(y[4 * row + 2], y[4 * row + 3]) << 16;
+            // Bytes of columns c and c + 2 of both rows, which stmatrix takes as two neighbours.
+            columns[2 * m] = __byte_perm(rows[2 * m], rows[2 * m + 1], 0x6240);
+            columns[2 * m + 1] = __byte_perm(rows[2 * m], rows[2 * m + 1], 0x7351);
+        }
+        // Thanks to the 128-byte swizzle the same 16 bytes of 8 rows are in different banks.
+        store_matrices(result + half * BOX + (16 * warp + lane % 16) * 64 +
+                           ((2 * k + lane / 16) ^ lane % 8) * W, rows);
+        store_matrices_transposed(result + 2 * BOX + (32 * k + lane) * 64 +
+                                      ((4 * half + warp) ^ lane % 8) * W, columns);
+    }
+};
+
+// When all threads of the warpgroup have left their part of the twins, one has TMA store them.
+__device__ void store_twins(
+    const Tiles& twin, const Tiles& across, const TileAt& at, const real* result, int group) {
+    shared_written();
+    warpgroup_sync(group);
+    if (threadIdx.x % 128 == 0) {
+        for (int box = 0; box < 2; box++) {
+            store_box(&twin, at.column / 2, 0, result + box * BOX, at.row / 16 + box * 4);
+            store_box(&across, at.row / 2, 0, result + (2 + box) * BOX, at.column / 16 + box * 4);
+        }
+        stores_commit();
+    }
+    __syncwarp();
+}
+
+// fch, and the twins of its GELU, from the product x. GELU is that of fch as it is stored, rounded.
+__device__ void finish_forward(
+    const Tiles& twin, const Tiles& across, Twins& twins, Sixteen* fch, TileResult& x, float factor,
+    const real* bias, int tile, const TileAt& at, real* result, int group) {
+    Pair of_bias[8][2];
+#pragma unroll
+    for (int m = 0; m < 8; m++) {
+        const Pair* four = reinterpret_cast<const Pair*>(
+            bias + at.column + 16 * m + threadIdx.x % 4 * 4);
+        of_bias[m][0] = four[0], of_bias[m][1] = four[1];
+    }
+    result_free(group);
+#pragma unroll
+    for (int k = 0; k < 4; k++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            Eight e[2];
+#pragma unroll
+            for (int m = 0; m < 2; m++) {
+                e[m] = eight_of(x, half, 2 * k + m);
+                Sixteen stored;
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    float* two = e[m].x[i / 2] + i % 2 * 2;
+                    Pair b = of_bias[2 * k + m][i % 2];
+                    stored.x[i] = pair(two[0] * factor + low(b), two[1] * factor + high(b));
+                    two[0] = low(stored.x[i]), two[1] = high(stored.x[i]);
+                    for (int j = 0; j < 2; j++) two[j] *= share_of_gelu(two[j]);
+                }
+                fch[place_in_fch(tile, half, 2 * k + m)] = stored;
+            }
+            twins.add(result, e, half, k);
+        }
+    store_twins(twin, across, at, result, group);
+}
+
+// A lane has the sums of 4 rows of 8 columns. It gets those of all 32 rows of its warp for the
+// column of number lane / 4.
+__device__ float sum_of_lanes(float (&sum)[8]) {
+    unsigned lane = threadIdx.x % 32;
+#pragma unroll
+    for (int n = 4; n > 0; n /= 2)
+#pragma unroll
+        for (int i = 0; i < n; i++) {
+            bool upper = lane & 4 * n;
+            float sent = upper ? sum[i] : sum[i + n], kept = upper ? sum[i + n] : sum[i];
+            sum[i] = kept + __shfl_xor_sync(FULL_WARP, sent, 4 * n);
+        }
+    return sum[0];
+}
+
+// The twins of dfch and the sums of its columns, from the product x and fch.
+__device__ void finish_backward(
+    const Tiles& twin, const Tiles& across, Twins& twins, float* sums, TileResult& x, float factor,
+    const Pair (&fch)[2][8][4], const TileAt& at, real* result, float (*of_warp)[WIDTH], int OC,
+    int group) {
+    unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+    float sum[4];  // of a column of each 32
+    result_free(group);
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+        float of_lane[8] = {};
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            Eight e[2];
+#pragma unroll
+            for (int m = 0; m < 2; m++) {
+                e[m] = eight_of(x, half, 2 * k + m);
+#pragma unroll
+                for (int i = 0; i < 8; i++) {
+                    Pair two = fch[half][2 * k + m][i / 2];
+                    float& d = e[m].x[i / 4][i % 4];
+                    d *= factor * derivative(i % 2 ? high(two) : low(two));
+                    of_lane[4 * m + i % 4] += d;
+                }
+            }
+            twins.add(result, e, half, k);
+        }
+        sum[k] = sum_of_lanes(of_lane);
+    }
+    // The warps' sums are added up in pairs: all four would not fit beside the stages.
+    int own = lane / 16 * 16 + lane % 4 * 4 + lane / 4 % 4;  // its column of 32
+    for (int k = 0; k < 4 && warp > 1; k++) of_warp[warp - 2][32 * k + own] = sum[k];
+    store_twins(twin, across, at, result, group);
+    for (int k = 0; k < 4 && warp < 2; k++) sum[k] += of_warp[warp][32 * k + own];
+    for (int k = 0; k < 4 && warp == 1; k++) of_warp[1][32 * k + own] = sum[k];
+    warpgroup_sync(group);
+    for (int k = 0; k < 4 && warp == 0; k++)
+        sums[(size_t)at.row / HEIGHT * OC + at.column + 32 * k + own] =
+            sum[k] + of_warp[1][32 * k + own];
+}
+
+// backward: matmul_dgelu_fp8, else matmul_gelu_fp8.
+template <bool backward>
+__device__ void product_with_gelu(
+    const Tiles& twin, const Tiles& across, Scale* scale8, float* sums, real* fch, const real* bias,
+    const Tiles& inp, const Tiles& w, const Scale* of_inp, const Scale* of_w, Sizes sizes) {
+    DYNAMIC_SHARED(real, stages);
+    __shared__ Waits waits;
+    __shared__ float of_warp[backward ? 2 : 1][2][backward ? WIDTH : 1];
+    if (threadIdx.x == 0) {
+        for (auto& mbarrier : waits.full) mbarrier_start(mbarrier, 1);
+        for (auto& mbarrier : waits.empty) mbarrier_start(mbarrier, 4 * CLUSTER);  // warps
+        for (auto& mbarrier : waits.my_turn) mbarrier_start(mbarrier, 4);
+    }
+    cluster_sync();
+
+    if (threadIdx.x >= WORKERS) {
+        keep_registers<40>();
+        if (threadIdx.x == WORKERS) load_operands(stages, waits, inp, w, sizes);
+    } else {
+        take_registers<232>();
+        int group = __shfl_sync(FULL_WARP, threadIdx.x / 128, 0);
+        real* result = stages + STAGES * STAGE + group * TILE_SIZE;
+        Twins twins = {scale8->scale, 0.0f};
+        float factor = of_inp->inverse * of_w->inverse;
+        Sixteen* kept = reinterpret_cast<Sixteen*>(fch);
+        int steps = (sizes.C + CHANNEL_BYTES - 1) / CHANNEL_BYTES, done = 0;  // tiles
+        unsigned step = group * steps;
+        for (int tile = blockIdx.x + group * gridDim.x; tile < sizes.tiles();
+             tile += 2 * gridDim.x, step += steps, done++) {
+            TileAt at(tile, sizes);
+            TileResult x;
+            Pair of_fch[2][8][4];
+            if (backward)
+#pragma unroll
+                for (int i = 0; i < 16; i++)
+                    load_now(of_fch[i / 8][i % 8], kept + place_in_fch(tile, i / 8, i % 8));
+            mbarrier_wait(waits.my_turn[group], (done + (group == 0)) % 2);  // 0 is first
+            for (int i = 0; i < steps; i++, step++) {
+                mbarrier_wait(waits.full[step % STAGES], step / STAGES % 2);
+                multiply_step(x, stages + step % STAGES * STAGE, i > 0);
+                wait_for_products<1>(x);  // so the stage before is empty
+                if (i > 0) warp_arrives_at_all(waits.empty[(step - 1) % STAGES]);
+            }
+            warp_arrives(waits.my_turn[group ^ 1]);
+            wait_for_products<0>(x);
+            warp_arrives_at_all(waits.empty[(step - 1) % STAGES]);
+            if constexpr (backward)
+                finish_backward(twin, across, twins, sums, x, factor, of_fch, at, result,
+                                of_warp[group], sizes.OC, group);
+            else
+                finish_forward(twin, across, twins, kept, x, factor, bias, tile, at, result, group);
+        }
+        if (threadIdx.x % 128 == 0) stores_arrive();
+        twins.largest = warp_max(twins.largest);
+        if (threadIdx.x % 32 == 0 && twins.largest > __ldcg(&scale8->largest))
+            atomicMax(reinterpret_cast<int*>(&scale8->largest), (int)__float_as_uint(twins.largest));
+    }
+    cluster_sync();  // the other block may still arrive at mbarriers of this one
+}
+
+}  // namespace fp8_gelu
+
+#ifdef __CUDACC__  // Clusters of two blocks. read_kernels does not know this word in a definition
+extern "C" __global__ void __cluster_dims__(2, 1, 1) matmul_gelu_fp8(
+    const __grid_constant__ Tiles, const __grid_constant__ Tiles, Scale*, real*, const real*,
+    const __grid_constant__ Tiles, const __grid_constant__ Tiles, const Scale*, const Scale*, int,
+    int, int);
+extern "C" __global__ void __cluster_dims__(2, 1, 1) matmul_dgelu_fp8(
+    const __grid_constant__ Tiles, const __grid_constant__ Tiles, Scale*, float*, const real*,
+    const __grid_constant__ Tiles, const __grid_constant__ Tiles, const Scale*, const Scale*, int,
+    int, int);
+#endif
+
+// fch = inp (N,C) @ w (OC,C)' + bias (OC), in the order of these kernels' registers; twin (N,OC)
+// and across (OC,N) of gelu(fch), with scale8. inp and w are twins with the scales of_inp and of_w.
+// N is a multiple of 128, OC of 256, C of 16. Items: blocks, an even number of them.
+BLOCK(384, 1)
+extern "C" __global__ void __launch_bounds__(384, 1) matmul_gelu_fp8(
+    const __grid_constant__ Tiles twin, const __grid_constant__ Tiles across, Scale* scale8,
+    real* __restrict__ fch, const real* __restrict__ bias, const __grid_constant__ Tiles inp,
+    const __grid_constant__ Tiles w, const Scale* of_inp, const Scale* of_w, int N, int OC, int C) {
+    fp8_gelu::product_with_gelu<false>(
+        twin, across, scale8, nullptr, fch, bias, inp, w, of_inp, of_w, {N, OC, C});
+}
+
+// twin (N,OC) and across (OC,N) of dfch = dout (N,C) @ w (OC,C)' * gelu'(fch). sums
+// (blocks of 128 rows, OC): of each block the sums of dfch's columns. The rest as above.
+BLOCK(384, 1)
+extern "C" __global__ void __launch_bounds__(384, 1) matmul_dgelu_fp8(
+    const __grid_constant__ Tiles twin, const __grid_constant__ Tiles across, Scale* scale8,
+    float* __restrict__ sums, const real* __restrict__ fch, const __grid_constant__ Tiles dout,
+    const __grid_constant__ Tiles w, const Scale* of_dout, const Scale* of_w, int N, int OC, int C) {
+    fp8_gelu::product_with_gelu<true>(
+        twin, across, scale8, sums, const_cast<real*>(fch), nullptr, dout, w, of_dout, of_w,
+        {N, OC, C});
+}

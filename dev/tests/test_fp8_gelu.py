@@ -1,0 +1,144 @@
+"""Test the FP8 products with GELU for Hopper, fp8_gelu.cu, on a CPU that emulates it and, on a
+Hopper GPU, there too.
+
+    pytest dev/tests/test_fp8_gelu.py -k planted --faults 99   # all planted faults
+"""
+import contextlib
+import functools
+import os
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from dev.bench.time_kernels import gelu_and_derivative, sums_of_rows
+from dev.common.bf16 import to_bf16
+from dev.common.config import Config
+from dev.cpu.emulated import Emulated
+from dev.features.declare import stack
+from dev.features.devices import FastCuda
+from dev.features.fp8 import fp8, fp8_gelu
+from dev.features.fp8.fp8 import Fp8OnCpu, Fp8OnGpu
+from dev.tests.checks import EXACT, check
+from dev.tests.models import in_each_order, on_device
+from train_gpt2 import BF16, to_float
+
+ml_dtypes = pytest.importorskip("ml_dtypes")
+
+KERNELS = "matmul_gelu_fp8", "matmul_dgelu_fp8"
+SIZES = (128, 256, 16), (384, 256, 144), (256, 512, 272)  # N, OC, C
+
+
+def small_device(sources=fp8_gelu.SOURCES, flags="-O1 -DHOPPER"):
+    """A CPU with the kernels alone, as on Hopper."""
+    few = type("Few", (Emulated,), dict(
+        __init__=functools.partialmethod(Emulated.__init__, only=KERNELS)))
+    with mock.patch.dict(os.environ, CXXFLAGS=flags), contextlib.redirect_stdout(None):
+        return stack(few, [Fp8OnCpu])("fp8", Config(C=768, NH=12),
+                                      (fp8.SUMS, fp8.SOURCE, *sources))
+
+
+def device_for(device_name):
+    """The device, or None if its GPU is no Hopper."""
+    if device_name != "cuda":
+        return small_device()
+    device = stack(FastCuda, [fp8_gelu.PairedMaps, Fp8OnGpu])(
+        "fp8", Config(C=768, NH=12), (fp8.SUMS, fp8.SOURCE, *fp8_gelu.SOURCES))
+    if not device.hopper:
+        print("skipped: this GPU is no Hopper")
+    return device if device.hopper else None
+
+
+def values_of(twin):
+    """The numbers of e4m3, float64."""
+    return twin.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+
+
+def in_registers(x):
+    """x (N,OC) in the order in which the kernels keep fch: of each tile of 128 x 128, for each 64
+    rows and each 16 columns, each thread's 2 rows and 4 columns."""
+    N, OC = x.shape
+    tiles = x.reshape(N // 128, 2, 4, 8, 2, OC // 128, 8, 4, 4)  # half, warp, i, row; m, q, column
+    return np.ascontiguousarray(tiles.transpose(0, 5, 1, 6, 2, 3, 7, 4, 8))
+
+
+def from_registers(kept, N, OC):
+    """The inverse of in_registers."""
+    tiles = kept.reshape(N // 128, OC // 128, 2, 8, 4, 8, 4, 2, 4)
+    return tiles.transpose(0, 2, 4, 5, 7, 1, 3, 6, 8).reshape(N, OC)
+
+
+def drawn(device, N, OC, C):
+    """Arrays on the device: inputs, and outputs of bytes of 255, which are NaN."""
+    rng = np.random.default_rng(N)
+
+    def twin(*shape):
+        x = np.float32(rng.normal(0, 30, shape)).astype(ml_dtypes.float8_e4m3fn)
+        return on_device(device, x.view(np.uint8))
+
+    scale = lambda of_twin: np.float32([1 / of_twin, of_twin, 0, 0])
+    return SimpleNamespace(
+        inp=twin(N, C), w=twin(OC, C), bias=on_device(device, to_bf16(
+            np.float32(rng.normal(0, 2, OC)))),
+        of_inp=on_device(device, scale(7.3)), of_w=on_device(device, scale(120 * C**0.5)),
+        fch=on_device(device, in_registers(to_bf16(np.float32(rng.normal(0, 2, (N, OC)))))),
+        out=on_device(device, np.full((N, OC), 0xFF, np.uint8)),
+        across=on_device(device, np.full((OC, N), 0xFF, np.uint8)),
+        scale8=on_device(device, scale(23)),
+        sums=on_device(device, np.full((N // 128, OC), np.nan, np.float32)))
+
+
+def run(device, a, backward):
+    """The results of one of the kernels on the host: fch or sums, twins, the largest number."""
+    for twin in (a.out, a.across):
+        device.put(twin, np.full(twin.shape, 0xFF))
+    device.put(a.scale8, np.float32([1 / 23, 23, 0, 0]))
+    if not backward:
+        device.put(a.fch, np.full(a.fch.shape, 0xFFFF))
+    outputs = (a.sums, a.fch) if backward else (a.fch, a.bias)
+    fp8_gelu.multiply(device, KERNELS[backward], (a.out, a.across), a.scale8, outputs,
+                      (a.inp, a.w), (a.of_inp[:1], a.of_w[:1]))
+    return [device.get(x) for x in (outputs[0], a.out, a.across, a.scale8)]
+
+
+def product_of(device, a):
+    """inp @ w.T in float64, of what the twins stand for."""
+    inp, w = (values_of(device.get(x)) * float(device.get(scale)[0])
+              for x, scale in ((a.inp, a.of_inp), (a.w, a.of_w)))
+    return inp @ w.T
+
+
+def faults(device, a, backward, found):
+    """[(what, error, limit)] of results against NumPy in float64."""
+    N, OC = a.out.shape
+    product = product_of(device, a)
+    first, out, across, scale8 = found
+    if backward:
+        kept = np.float64(to_float(from_registers(device.get(a.fch), N, OC)))
+        wish = product * gelu_and_derivative(kept)[1]
+        results = [("sums", np.abs(first - sums_of_rows(wish, 128)).max()
+                    / np.abs(wish).max(), 1e-3)]
+    else:
+        fch = np.float64(to_float(from_registers(first.view(BF16), N, OC)))
+        right = product + to_float(device.get(a.bias))
+        results = [("fch", np.abs(fch - right).max() / np.abs(right).max(), 6e-3)]
+        wish = gelu_and_derivative(fch)[0]
+    # half a unit of the last bit; sums of a GPU have some 14 bits
+    off = np.abs(values_of(out) - 23 * wish) / np.maximum(np.abs(23 * wish), 2.0**-6)
+    return [*results, ("twin", off.max(), 0.07 if backward else 0.0626),
+            ("transposed", (across != out.T).sum(), 0),
+            ("largest", abs(scale8[2] / np.abs(wish).max() - 1), 2e-3)]
+
+
+def test_products(device_name):
+    """Both products against NumPy in float64: fch, twins, the largest number, sums of columns."""
+    device = device_for(device_name)
+    for sizes in SIZES if device else ():
+        for backward in (False, True):
+            given = drawn(device, *sizes)
+            work = functools.partial(run, device, given, backward)
+            for order, found in in_each_order(device, work):
+                for what, error, limit in faults(device, given, backward, found):
+                    check(f"{KERNELS[backward]} {sizes} {order} {what}", error <= limit,
+                          f"{error:.1e}")
