@@ -14,15 +14,19 @@ import pytest
 
 from dev.bench.time_kernels import gelu_and_derivative, sums_of_rows
 from dev.common.bf16 import to_bf16
-from dev.common.config import Config
+from dev.common.config import Config, draw_parameters
+from dev.common.flags import parse_flags
 from dev.cpu.emulated import Emulated
+from dev.features import order as features
 from dev.features.declare import stack
-from dev.features.devices import FastCuda
+from dev.features.devices import FastCuda, WithoutGraphs
 from dev.features.fp8 import fp8, fp8_gelu
 from dev.features.fp8.fp8 import Fp8OnCpu, Fp8OnGpu
+from dev.features.seams import GPT2, Training
 from dev.tests.checks import EXACT, check
-from dev.tests.models import in_each_order, on_device
-from train_gpt2 import BF16, to_float
+from dev.tests.models import in_each_order, model_class, on_device
+from dev.tests.test_gelu_products import noting
+from train_gpt2 import BF16, pack_batch, to_float
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 
@@ -48,6 +52,16 @@ def device_for(device_name):
     if not device.hopper:
         print("skipped: this GPU is no Hopper")
     return device if device.hopper else None
+
+
+def device_of_model(device_name, c):
+    """A device for a model, with all kernels; or None."""
+    sources = (fp8.SUMS, fp8.SOURCE, *fp8_gelu.SOURCES)
+    if device_name == "cuda":
+        device = stack(FastCuda, [WithoutGraphs, fp8_gelu.PairedMaps, Fp8OnGpu])("fp8", c, sources)
+        return device if device.hopper else None
+    with mock.patch.dict(os.environ, CXXFLAGS="-O1 -DHOPPER"), contextlib.redirect_stdout(None):
+        return stack(Emulated, [Fp8OnCpu])("fp8", c, sources)
 
 
 def values_of(twin):
@@ -142,3 +156,67 @@ def test_products(device_name):
                 for what, error, limit in faults(device, given, backward, found):
                     check(f"{KERNELS[backward]} {sizes} {order} {what}", error <= limit,
                           f"{error:.1e}")
+
+
+def test_saturated(device_name):
+    """GELU of -1e9 .. 1e9, and infinities and NaN, which the twins show as NaN."""
+    device = device_for(device_name)
+    if not device:
+        return
+    N, OC, C = SIZES[0]
+    size = np.logspace(-3, 9, OC // 2 - 2)
+    x = np.r_[-size[::-1], size, np.inf, -np.inf, np.nan, 0]
+    a = drawn(device, N, OC, C)
+    device.put(a.inp, np.zeros((N, C), np.uint8))
+    device.put(a.bias, to_bf16(np.float32(x)))
+    x = np.float64(to_float(device.get(a.bias)))
+    fch, out, across, _ = run(device, a, False)
+    yield "fch", from_registers(fch.view(BF16), N, OC), np.broadcast_to(to_bf16(
+        np.float32(x)), (N, OC)), EXACT
+    with np.errstate(invalid="ignore", over="ignore"):
+        wish = 23 * gelu_and_derivative(x)[0]
+    found, finite = values_of(out), np.isfinite(x)
+    check("what is not finite", (np.isnan(found) == ~finite).all())
+    off = np.abs(found - np.clip(wish, -448, 448))[:, finite]
+    limit = 0.0626 * np.maximum(np.abs(wish[finite]), 2.0**-6)
+    check("twin", (off <= limit).all(), off.max())
+    check("transposed", (across == out.T).all())
+
+
+def cuda_class(*given):
+    """The model that trains on a GPU with --dtype fp8."""
+    flags = parse_flags("", features.FLAGS, ("--device", "cuda", "--dtype", "fp8", *given))
+    flags.plain = 0
+    return features.attach(flags, Training, GPT2)[1]
+
+
+def test_training(device_name):
+    """A model's loss and gradients over two micro-batches with these products, as without them;
+    and other sizes, which do not fit."""
+    c = Config(maxT=64, V=257, Vp=384, L=2, NH=1, C=64)
+    found, launched = [], []
+    for own in (False, True):
+        device = device_of_model(device_name, c)
+        if not device:
+            return
+        Model = cuda_class() if own else model_class(GPT2, "--dtype", "fp8", "--fp8", "all")
+        model = Model(c, device, 2, 64)
+        model.set_parameters(draw_parameters(c, 1))
+        rng, launch = np.random.default_rng(1), device.launch
+        batches = [pack_batch(*rng.integers(257, size=(2, 2, 64))) for _ in "12"]
+        model.train_step(*batches, learning_rate=0)
+        launched.append([])
+        with mock.patch.object(device, "launch", noting(launch, launched[-1])):
+            model.train_step(*batches, learning_rate=0)
+            loss = model.verdict().loss
+            names = [row.name for row in c.parameter_table()]
+            found.append([np.array(loss), *(device.get(getattr(model.grads, name))
+                                            for name in names)])
+            few = rng.integers(257, size=(2, 1, 48))
+            found[-1].append(np.array(model.forward(*few)))
+    check("launched", [[names.count(kernel) for kernel in KERNELS] for names in launched] ==
+          [[0, 0], [4, 4]], [{*names} for names in launched])
+    without = {"gelu_to_fp8": 2, "gelu_backward_to_fp8": 0}  # 2 of the forward pass that follows
+    check("others", {name: launched[1].count(name) for name in without} == without)
+    for name, one, other in zip(("loss", *names, "other sizes"), *found):
+        yield name, other, one, 1e-3 if name in ("loss", "other sizes") else 6e-2
