@@ -77,13 +77,14 @@ __device__ void load_rows(real* boxes, const Tiles& map, int c, int row, unsigne
 }
 #endif
 
-// The share of x that GELU is, as in gelu_products.cu.
-__device__ float share_of_gelu(float x) {
+// The share of x that GELU is, as in gelu_products.cu, divided by `inverse`.
+__device__ float share_of_gelu(float x, float inverse) {
     constexpr float factor = -SQRT_8_OVER_PI * LOG2_E;
-    return reciprocal(1.0f + power_of_2(x * (factor + 0.044715f * factor * (x * x))));
+    float power = power_of_2(x * (factor + 0.044715f * factor * (x * x)));
+    return reciprocal(inverse + inverse * power);
 }
 __device__ float derivative(float x) {
-    float g = share_of_gelu(x), xg = x * g;
+    float g = share_of_gelu(x, 1.0f), xg = x * g;
     return g + (xg - xg * g) * (SQRT_8_OVER_PI + 3.0f * 0.044715f * SQRT_8_OVER_PI * (x * x));
 }
 
@@ -159,38 +160,44 @@ __device__ size_t place_in_fch(int tile, int half, int m) {
     return (size_t)tile * (HEIGHT * WIDTH / 8) + (half * 8 + m) * 128 + threadIdx.x % 128;
 }
 
-// Makes a tile's twins, 16 columns at a time, in shared memory: two boxes of 64 tokens, then two of
-// 64 channels.
-struct Twins {
-    float factor, largest;
-
-    // Two steps of 16 columns, 2 k and 2 k + 1, of one half of the rows.
-    __device__ void add(real* result, const Eight (&e)[2], int half, int k) {
-        unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-        Pair rows[4], columns[4];
+// Stores two steps of 16 columns, 2 k and 2 k + 1, of one half of the rows, as a tile's twins in
+// shared memory: two boxes of 64 tokens, then two of 64 channels. Returns the largest magnitude.
+__device__ float add_to_twins(real* result, const Eight (&e)[2], int half, int k) {
+    unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+    Pair rows[4], columns[4];
+    float largest = 0.0f;
 #pragma unroll
-        for (int m = 0; m < 2; m++) {
-            Pack<8> y;
-            for (int i = 0; i < 8; i++) {
-                y[i] = e[m].x[i / 4][i % 4];
-                largest = fmaxf(largest, fabsf(y[i]));
-            }
-            show_infinities(y, largest);
-            for (int i = 0; i < 8; i++) y[i] *= factor;
-            for (int row = 0; row < 2; row++)
-                rows[2 * m + row] = two_fp8(y[4 * row], y[4 * row + 1]) |
-                                    (unsigned)two_fp8(y[4 * row + 2], y[4 * row + 3]) << 16;
-            // Bytes of columns c and c + 2 of both rows, which stmatrix takes as two neighbours.
-            columns[2 * m] = __byte_perm(rows[2 * m], rows[2 * m + 1], 0x6240);
-            columns[2 * m + 1] = __byte_perm(rows[2 * m], rows[2 * m + 1], 0x7351);
+    for (int m = 0; m < 2; m++) {
+#pragma unroll
+        for (int row = 0; row < 2; row++) {
+            const float* y = e[m].x[row];
+            for (int c = 0; c < 4; c++) largest = fmaxf(largest, fabsf(y[c]));
+            rows[2 * m + row] = two_fp8(y[0], y[1]) | (unsigned)two_fp8(y[2], y[3]) << 16;
         }
-        // Thanks to the 128-byte swizzle the same 16 bytes of 8 rows are in different banks.
-        store_matrices(result + half * BOX + (16 * warp + lane % 16) * 64 +
-                           ((2 * k + lane / 16) ^ lane % 8) * W, rows);
-        store_matrices_transposed(result + 2 * BOX + (32 * k + lane) * 64 +
-                                      ((4 * half + warp) ^ lane % 8) * W, columns);
+        // Bytes of columns c and c + 2 of both rows, which stmatrix takes as two neighbours.
+        columns[2 * m] = __byte_perm(rows[2 * m], rows[2 * m + 1], 0x6240);
+        columns[2 * m + 1] = __byte_perm(rows[2 * m], rows[2 * m + 1], 0x7351);
     }
-};
+    // Thanks to the 128-byte swizzle the same 16 bytes of 8 rows are in different banks.
+    store_matrices(result + half * BOX + (16 * warp + lane % 16) * 64 +
+                       ((2 * k + lane / 16) ^ lane % 8) * W, rows);
+    store_matrices_transposed(result + 2 * BOX + (32 * k + lane) * 64 +
+                                  ((4 * half + warp) ^ lane % 8) * W, columns);
+    return largest;
+}
+
+// two_fp8 makes 448 of infinity, which would hide it. So if a tile of this thread had one, all of
+// its rows of that tile get a NaN, and so do its columns: see fp8_output.cuh.
+__device__ void show_infinities(real* result, float largest) {
+    __syncwarp();
+    if (largest <= -LOWEST) return;
+    unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+    for (int i = 0; i < 2; i++) {
+        *reinterpret_cast<Pair*>(result + i * BOX + (16 * warp + lane % 16) * 64) = 0x7f7f7f7f;
+        *reinterpret_cast<Pair*>(result + (2 + i) * BOX + (16 * warp + lane % 16) * 64) =
+            0x7f7f7f7f;
+    }
+}
 
 // When all threads of the warpgroup have left their part of the twins, one has TMA store them.
 __device__ void store_twins(
@@ -209,8 +216,9 @@ __device__ void store_twins(
 
 // fch, and the twins of its GELU, from the product x. GELU is that of fch as it is stored, rounded.
 __device__ void finish_forward(
-    const Tiles& twin, const Tiles& across, Twins& twins, Sixteen* fch, TileResult& x, float factor,
-    const real* bias, int tile, const TileAt& at, real* result, int group) {
+    const Tiles& twin, const Tiles& across, float& largest, float inverse, Sixteen* fch,
+    TileResult& x, float factor, const real* bias, int tile, const TileAt& at, real* result,
+    int group) {
     Pair of_bias[8][2];
 #pragma unroll
     for (int m = 0; m < 8; m++) {
@@ -234,12 +242,13 @@ __device__ void finish_forward(
                     Pair b = of_bias[2 * k + m][i % 2];
                     stored.x[i] = pair(two[0] * factor + low(b), two[1] * factor + high(b));
                     two[0] = low(stored.x[i]), two[1] = high(stored.x[i]);
-                    for (int j = 0; j < 2; j++) two[j] *= share_of_gelu(two[j]);
+                    for (int j = 0; j < 2; j++) two[j] *= share_of_gelu(two[j], inverse);
                 }
                 fch[place_in_fch(tile, half, 2 * k + m)] = stored;
             }
-            twins.add(result, e, half, k);
+            largest = fmaxf(largest, add_to_twins(result, e, half, k));
         }
+    show_infinities(result, largest);
     store_twins(twin, across, at, result, group);
 }
 
@@ -260,9 +269,9 @@ __device__ float sum_of_lanes(float (&sum)[8]) {
 
 // The twins of dfch and the sums of its columns, from the product x and fch.
 __device__ void finish_backward(
-    const Tiles& twin, const Tiles& across, Twins& twins, float* sums, TileResult& x, float factor,
-    const Pair (&fch)[2][8][4], const TileAt& at, real* result, float (*of_warp)[WIDTH], int OC,
-    int group) {
+    const Tiles& twin, const Tiles& across, float& largest, const Scale* scale8, float* sums,
+    TileResult& x, float factor, const Pair (&fch)[2][8][4], const TileAt& at, real* result,
+    float (*of_warp)[WIDTH], int OC, int group) {
     unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
     float sum[4];  // of a column of each 32
     result_free(group);
@@ -283,20 +292,21 @@ __device__ void finish_backward(
                     of_lane[4 * m + i % 4] += d;
                 }
             }
-            twins.add(result, e, half, k);
+            largest = fmaxf(largest, add_to_twins(result, e, half, k));
         }
         sum[k] = sum_of_lanes(of_lane);
     }
     // The warps' sums are added up in pairs: all four would not fit beside the stages.
     int own = lane / 16 * 16 + lane % 4 * 4 + lane / 4 % 4;  // its column of 32
     for (int k = 0; k < 4 && warp > 1; k++) of_warp[warp - 2][32 * k + own] = sum[k];
+    show_infinities(result, largest);
     store_twins(twin, across, at, result, group);
     for (int k = 0; k < 4 && warp < 2; k++) sum[k] += of_warp[warp][32 * k + own];
     for (int k = 0; k < 4 && warp == 1; k++) of_warp[1][32 * k + own] = sum[k];
     warpgroup_sync(group);
     for (int k = 0; k < 4 && warp == 0; k++)
         sums[(size_t)at.row / HEIGHT * OC + at.column + 32 * k + own] =
-            sum[k] + of_warp[1][32 * k + own];
+            scale8->inverse * (sum[k] + of_warp[1][32 * k + own]);
 }
 
 // backward: matmul_dgelu_fp8, else matmul_gelu_fp8.
@@ -321,8 +331,9 @@ __device__ void product_with_gelu(
         take_registers<232>();
         int group = __shfl_sync(FULL_WARP, threadIdx.x / 128, 0);
         real* result = stages + STAGES * STAGE + group * TILE_SIZE;
-        Twins twins = {scale8->scale, 0.0f};
-        float factor = of_inp->inverse * of_w->inverse;
+        // Numbers are multiplied by the scale of their twin at once.
+        float factor = of_inp->inverse * of_w->inverse * (backward ? scale8->scale : 1.0f);
+        float inverse = scale8->inverse, largest = 0.0f;
         Sixteen* kept = reinterpret_cast<Sixteen*>(fch);
         int steps = (sizes.C + CHANNEL_BYTES - 1) / CHANNEL_BYTES, done = 0;  // tiles
         unsigned step = group * steps;
@@ -346,15 +357,16 @@ __device__ void product_with_gelu(
             wait_for_products<0>(x);
             warp_arrives_at_all(waits.empty[(step - 1) % STAGES]);
             if constexpr (backward)
-                finish_backward(twin, across, twins, sums, x, factor, of_fch, at, result,
+                finish_backward(twin, across, largest, scale8, sums, x, factor, of_fch, at, result,
                                 of_warp[group], sizes.OC, group);
             else
-                finish_forward(twin, across, twins, kept, x, factor, bias, tile, at, result, group);
+                finish_forward(twin, across, largest, inverse, kept, x, factor, bias, tile, at,
+                               result, group);
         }
         if (threadIdx.x % 128 == 0) stores_arrive();
-        twins.largest = warp_max(twins.largest);
-        if (threadIdx.x % 32 == 0 && twins.largest > __ldcg(&scale8->largest))
-            atomicMax(reinterpret_cast<int*>(&scale8->largest), (int)__float_as_uint(twins.largest));
+        largest = warp_max(largest) * scale8->inverse;
+        if (threadIdx.x % 32 == 0 && largest > __ldcg(&scale8->largest))
+            atomicMax(reinterpret_cast<int*>(&scale8->largest), (int)__float_as_uint(largest));
     }
     cluster_sync();  // the other block may still arrive at mbarriers of this one
 }
