@@ -163,7 +163,7 @@ __device__ size_t place_in_fch(int tile, int half, int m) {
 // Stores two steps of 16 columns, 2 k and 2 k + 1, of one half of the rows, as a tile's twins in
 // shared memory: two boxes of 64 tokens, then two of 64 channels. Returns the largest magnitude.
 __device__ float add_to_twins(real* result, const Eight (&e)[2], int half, int k) {
-    unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+    unsigned lane = forget(threadIdx.x) % 32, warp = forget(threadIdx.x) / 32 % 4;
     Pair rows[4], columns[4];
     float largest = 0.0f;
 #pragma unroll
@@ -191,7 +191,7 @@ __device__ float add_to_twins(real* result, const Eight (&e)[2], int half, int k
 __device__ void show_infinities(real* result, float largest) {
     __syncwarp();
     if (largest <= -LOWEST) return;
-    unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+    unsigned lane = forget(threadIdx.x) % 32, warp = forget(threadIdx.x) / 32 % 4;
     for (int i = 0; i < 2; i++) {
         *reinterpret_cast<Pair*>(result + i * BOX + (16 * warp + lane % 16) * 64) = 0x7f7f7f7f;
         *reinterpret_cast<Pair*>(result + (2 + i) * BOX + (16 * warp + lane % 16) * 64) =
@@ -272,7 +272,7 @@ __device__ void finish_backward(
     const Tiles& twin, const Tiles& across, float& largest, const Scale* scale8, float* sums,
     TileResult& x, float factor, const Pair (&fch)[2][8][4], const TileAt& at, real* result,
     float (*of_warp)[WIDTH], int OC, int group) {
-    unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+    unsigned lane = forget(threadIdx.x) % 32, warp = forget(threadIdx.x) / 32 % 4;
     float sum[4];  // of a column of each 32
     result_free(group);
 #pragma unroll
