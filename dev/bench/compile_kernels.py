@@ -33,6 +33,7 @@ from dev.common.nvrtc import NotCompiled, compile_cuda
 from dev.features.devices import Cuda
 from dev.features.fp8.fp8 import OUTPUT as FP8_OUTPUT, SOURCE as FP8
 from dev.features.fused_biases import OUTPUT, SOURCE as FUSED, FusedBiases, output_switches
+from dev.features.fp8.fp8_gelu import SOURCES as FP8_GELU
 from dev.features.hopper.attention_five import FiveProducts, SOURCES as FIVE
 from dev.features.hopper.gelu_products import SOURCES as GELU
 from dev.features.hopper.symmetric import SOURCES as SYMMETRIC
@@ -55,7 +56,8 @@ CAPABILITIES = {f"sm_{digits(capability)}": capability for capability in GPUS}
 LLAMA = Config3.SOURCES[-1]
 DTYPES = {"fp32": ["-DFP32"], "tf32": ["-DTF32"], "bf16": ["-DBF16"],
           "fp8": ["-DBF16", *output_switches(FP8_OUTPUT)]}
-FEATURES = [LLAMA, *(path for path in SOURCES if path not in (FP8, *FIVE, *GELU, *SYMMETRIC))]
+FEATURES = [LLAMA, *(path for path in SOURCES
+                     if path not in (FP8, *FP8_GELU, *FIVE, *GELU, *SYMMETRIC))]
 LAB = [TOP / "dev/lab/tiles.cu", *sorted((TOP / "dev/lab/kernels").glob("*.cu"))]
 LAB_WGMMA = [LLAMA, *(path for path in LAB
                       if re.search("HAS_WGMMA|HEAD_LD", path.read_text("utf-8")))]
@@ -122,7 +124,8 @@ def main():
         first."""
         if dtype == "fp8":
             some = [gpu for gpu in gpus if int(re.search(r"\d+", gpu)[0]) >= 89]
-            return [*((gpu, SMALL, [FUSED, FP8]) for gpu in some),
+            turns = [(gpu, SMALL, [FUSED, FP8, *FP8_GELU]) for gpu in some if gpu == "sm_90a"]
+            return [*((gpu, SMALL, [FUSED, FP8]) for gpu in some), *turns,
                     *((gpu, model, [FUSED, LLAMA, FP8, *FIVE], SPILLED, "layernorm")
                       for gpu, model, *_ in others if gpu in some)]
         # which has heads of up to 64 channels

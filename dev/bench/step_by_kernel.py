@@ -42,7 +42,8 @@ OUTPUT_LIKE = {"residual_layernorm_forward": "copy", "layernorm_backward": "dout
                "gelu_forward": "inp", "gelu_backward": "inp"}
 # Attention is counted in FLOPs: each kernel's number of products of a (T,T) and a (T,HS) matrix, of
 # which half is masked.
-OWN_PRODUCTS = {"matmul_gelu": "GELU", "matmul_dgelu": "GELU's gradient"}
+OWN_PRODUCTS = {"matmul_gelu": "GELU", "matmul_dgelu": "GELU's gradient",
+                "matmul_gelu_fp8": "GELU's twins", "matmul_dgelu_fp8": "its gradient's twins"}
 PRODUCTS = {"attention_forward": 2, "attention_backward_q": 3, "attention_backward_kv": 4,
             "attention_backward_five": 5}
 

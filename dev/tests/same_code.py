@@ -10,8 +10,8 @@ from dev.features.order import SOURCES
 # Of these a tree may have some. The last ones are for FP8 only, and for Hopper only.
 KERNELS = ["kernels.cu", "llama3.cu", *(path.name for path in SOURCES
                                         if path.parent.name not in ("fp8", "hopper"))]
-FP8, HOPPER = ([path.name for path in SOURCES if path.parent.name == name]
-               for name in ("fp8", "hopper"))
+FP8 = [path.name for path in SOURCES if path.parent.name == "fp8" or path.suffix == ".cuh"]
+HOPPER = [path.name for path in SOURCES if path.parent.name == "hopper"]
 # The host passes -DHOPPER and -DOUTPUT since 465c5e5; before that kernels.cu knew by itself.
 CODE = [("sm_80", "BF16", 768, 64, KERNELS), ("sm_80", "FP32", 768, 64, KERNELS),
         ("sm_90a", "BF16 -DHOPPER", 768, 64, KERNELS), ("sm_90a", "FP32", 768, 64, KERNELS),
