@@ -1,7 +1,7 @@
 """Test the FP8 products with GELU for Hopper, fp8_gelu.cu, on a CPU that emulates it and, on a
 Hopper GPU, there too.
 
-    pytest dev/tests/test_fp8_gelu.py -k planted --faults 99   # all planted faults
+    pytest dev/tests/test_fp8_gelu.py -m longest   # planted faults
 """
 import contextlib
 import functools
@@ -16,6 +16,9 @@ from dev.bench.time_kernels import gelu_and_derivative, sums_of_rows
 from dev.common.bf16 import to_bf16
 from dev.common.config import Config, draw_parameters
 from dev.common.flags import parse_flags
+from dev.common.gpus import GPUS, blocks_that_fit
+from dev.common.nvrtc import has_nvrtc
+from dev.cpu import races
 from dev.cpu.emulated import Emulated
 from dev.features import order as features
 from dev.features.declare import stack
@@ -23,10 +26,12 @@ from dev.features.devices import FastCuda, WithoutGraphs
 from dev.features.fp8 import fp8, fp8_gelu
 from dev.features.fp8.fp8 import Fp8OnCpu, Fp8OnGpu
 from dev.features.fp8.fp8_gelu import WIDTH
+from dev.features.fused_biases import output_switches
 from dev.features.seams import GPT2, Training
 from dev.tests.checks import EXACT, check
 from dev.tests.models import in_each_order, model_class, on_device
 from dev.tests.test_gelu_products import noting
+from prepro_tinyshakespeare import UserError
 from train_gpt2 import BF16, pack_batch, to_float
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
@@ -223,3 +228,98 @@ def test_training(device_name):
     check("others", {name: launched[1].count(name) for name in without} == without)
     for name, one, other in zip(("loss", *names, "other sizes"), *found):
         yield name, other, one, 1e-3 if name in ("loss", "other sizes") else 6e-2
+
+
+# What is wrong, in fp8_gelu.cu, and what a CPU says or the first wrong result
+FAULTS = (
+    ("half of the channels", "k < CHANNEL_BYTES / 2; k += 16", "k < CHANNEL_BYTES / 4; k += 16",
+     "fch"),
+    ("no bias", "two[0] * factor + low(b)", "two[0] * factor", "fch"),
+    ("the scale of one side", "of_inp->inverse * of_w->inverse", "of_inp->inverse", "fch"),
+    ("GELU of half the cube", "0.044715f * factor", "0.022357f * factor", "twin"),
+    ("a twin without its scale", "share_of_gelu(two[j], inverse)", "share_of_gelu(two[j], 1.0f)",
+     "twin"),
+    ("rows of both halves", "(half * BOX + k) / W", "k / W", "fch"),
+    ("columns in another order", "0x6240", "0x7351", "transposed"),
+    ("rows in another order", "rows[2 * m], rows[2 * m + 1], 0x7351",
+     "rows[2 * m + 1], rows[2 * m], 0x7351", "transposed"),
+    ("twins not swizzled", "((2 * k + lane / 16) ^ lane % 8)", "(2 * k + lane / 16)", "twin"),
+    ("transposed twins not swizzled", "((4 * half + warp) ^ lane % 8)", "(4 * half + warp)",
+     "transposed"),
+    ("the upper half of a tile twice", "result + box * BOX, at.row / 16 + box * 4",
+     "result + box * BOX, at.row / 16", "twin"),
+    ("no turns", "mbarrier_wait(waits.my_turn[group], (done + (group == 0)) % 2);", "", "stuck"),
+    ("no fence before TMA reads", "shared_written();\n    warpgroup_sync(group);",
+     "warpgroup_sync(group);", "race"),
+    ("no barrier before TMA reads", "shared_written();\n    warpgroup_sync(group);",
+     "shared_written();", "race"),
+    ("a stage given back too early", "wait_for_products<1>(x);", "", "fch"),
+    ("a stage never given back", "if (i > 0) warp_arrives_at_all", "if (i > 1) warp_arrives_at_all",
+     "stuck"),
+    ("stores that nobody waits for", "stores_commit();", "", "twin"),
+    ("stores that nobody waits for at the end", "if (threadIdx.x % 128 == 0) stores_arrive();", "",
+     "twin"),
+    ("the last magnitude", "largest = fmaxf(largest, fabsf(y[c]))", "largest = fabsf(y[c])",
+     "largest"),
+    ("the largest, scaled", "warp_max(largest) * scale8->inverse", "warp_max(largest)", "largest"),
+    ("the derivative without x", "g + (xg - xg * g)", "g + (g - g * g)", "sums"),
+    ("sums of half of the warps", "&& warp < 2; k++) sum[k] += of_warp[warp]",
+     "&& warp < 1; k++) sum[k] += of_warp[warp]", "sums"),
+    ("sums in other columns", "lane / 16 * 16 + lane % 4 * 4 + lane / 4 % 4",
+     "lane / 16 * 16 + lane % 4 * 2 + lane / 4 % 4", "sums"),
+    ("sums without a barrier", "warpgroup_sync(group);\n    for (int k = 0; k < 4 && warp == 0",
+     "for (int k = 0; k < 4 && warp == 0", "race"),
+    ("scaled sums", "scale8->inverse * (sum[k]", "1.0f * (sum[k]", "sums"),
+)
+
+
+def whole(device, sizes=(384, 256, 1296)):
+    """The first wrong result of both products, in words, or ""."""
+    try:
+        for backward in (False, True):
+            a = drawn(device, *sizes)
+            for what, error, limit in faults(device, a, backward, run(device, a, backward)):
+                if not error <= limit:
+                    return what
+    except UserError as e:
+        return f"{e}"
+    return ""
+
+
+def test_no_races():
+    """No access is a race."""
+    said = whole(small_device(flags=f"-O1 -DHOPPER {races.FLAG}"), SIZES[0])
+    check("no races", said == "", said)
+
+
+@pytest.mark.longest
+def test_planted(folder):
+    """Each planted fault is found."""
+    check("without a fault", whole(small_device()) == "")
+    for what, old, new, wish in FAULTS:
+        text = fp8_gelu.SOURCE.read_text("utf-8")
+        assert text.count(old) == 1, old
+        changed = folder / fp8_gelu.SOURCE.name
+        changed.write_text(text.replace(old, new), "utf-8")
+        sources = *fp8_gelu.SOURCES[:2], changed
+        said = (whole(small_device(sources, f"-O1 -DHOPPER {races.FLAG}"), SIZES[0])
+                if wish == "race" else whole(small_device(sources)))
+        check(what, wish in said if wish in ("stuck", "race") else said == wish, said)
+
+
+def test_compiled():
+    """For sm_90a nothing spills, and a block fits a multiprocessor."""
+    if not has_nvrtc():
+        pytest.skip("NVRTC is not installed")
+    from dev.common.nvrtc import compile_cuda
+    c = Config(C=768, NH=12)
+    text = "".join(path.read_text("utf-8") for path in (
+        *c.SOURCES, fp8.SUMS, fp8.SOURCE, *fp8_gelu.SOURCES))
+    log, used, _ = compile_cuda(text, "sm_90a", ["-std=c++17", "-DBF16", "-DHOPPER", *c.switches(),
+                                                 *output_switches(fp8.OUTPUT)])
+    check("wgmma is not serialized", "serialized" not in log and "warning" not in log)
+    shared = fp8_gelu.plan(mock.Mock(multiprocessors=132), 128, 256)[1]
+    for name in KERNELS:
+        check(f"{name} spills nothing", used[name].spilled == 0, used[name])
+        check(f"{name} fits", blocks_that_fit(GPUS["9.0"], used[name], fp8_gelu.THREADS,
+                                              shared) == 1)
