@@ -350,10 +350,10 @@ __device__ void product_with_gelu(
             for (int i = 0; i < steps; i++, step++) {
                 mbarrier_wait(waits.full[step % STAGES], step / STAGES % 2);
                 multiply_step(x, stages + step % STAGES * STAGE, i > 0);
+                if (i == steps - 1) warp_arrives(waits.my_turn[group ^ 1]);
                 wait_for_products<1>(x);  // so the stage before is empty
                 if (i > 0) warp_arrives_at_all(waits.empty[(step - 1) % STAGES]);
             }
-            warp_arrives(waits.my_turn[group ^ 1]);
             wait_for_products<0>(x);
             warp_arrives_at_all(waits.empty[(step - 1) % STAGES]);
             if constexpr (backward)
