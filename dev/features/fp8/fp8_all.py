@@ -17,6 +17,8 @@ Bytes that a layer moves for each number of an (N,C) array, besides products, at
     dresidual, twice                                          2*2  transposed from the twin
     all                 66                                    56
 
+On Hopper, fp8_gelu.py makes the twins of GELU and of its gradient in the products themselves.
+
 The products sum over all tokens. Over many of them the sums are promoted to fp32 on their way,
 since what Hopper's 14 bits lose grows with the number of terms.
 """

@@ -8,7 +8,7 @@ each number of an (N,4C) array, beside the products' inputs:
     GELU                2 written, 2 read, 2 written            2 + 2 written
     its gradient        2 written, 4 read, 2 written            2 read, 2 written
 
-Sums have the bits that they have in cuBLASLt without promotion: see fp8.py. Where the sizes do not
+Sums are not promoted, as in the products that these replace: see fp8.py. Where the sizes do not
 fit, as in a sample, fp8_all.py's kernels do the same. The kernels keep fch in an order of their
 own, so both passes of a step use the same ones.
 """
