@@ -124,7 +124,7 @@ def main():
         first."""
         if dtype == "fp8":
             some = [gpu for gpu in gpus if int(re.search(r"\d+", gpu)[0]) >= 89]
-            turns = [(gpu, SMALL, [FUSED, FP8, *FP8_GELU]) for gpu in some if gpu == "sm_90a"]
+            turns = [(gpu, SMALL, [FUSED, FP8, *FP8_GELU], 0) for gpu in some if gpu == "sm_90a"]
             return [*((gpu, SMALL, [FUSED, FP8]) for gpu in some), *turns,
                     *((gpu, model, [FUSED, LLAMA, FP8, *FIVE], SPILLED, "layernorm")
                       for gpu, model, *_ in others if gpu in some)]

@@ -1,7 +1,7 @@
 """Test the FP8 products with GELU for Hopper, fp8_gelu.cu, on a CPU that emulates it and, on a
 Hopper GPU, there too.
 
-    pytest dev/tests/test_fp8_gelu.py -m longest   # planted faults
+    pytest dev/tests/test_fp8_gelu.py -m longest   # registers, races, and planted faults
 """
 import contextlib
 import functools
@@ -204,7 +204,7 @@ def cuda_class(*given):
 def test_training(device_name):
     """A model's loss and gradients over two micro-batches with these products, as without them;
     and other sizes, which do not fit."""
-    c = Config(maxT=64, V=257, Vp=384, L=2, NH=1, C=64)
+    c = Config(maxT=64, V=257, Vp=384, L=1, NH=1, C=64)
     found, launched = [], []
     for own in (False, True):
         device = device_of_model(device_name, c)
@@ -226,8 +226,8 @@ def test_training(device_name):
             few = rng.integers(257, size=(2, 1, 48))
             found[-1].append(np.array(model.forward(*few)))
     check("launched", [[names.count(kernel) for kernel in KERNELS] for names in launched] ==
-          [[0, 0], [4, 4]], [{*names} for names in launched])
-    without = {"gelu_to_fp8": 2, "gelu_backward_to_fp8": 0}  # 2 of the forward pass that follows
+          [[0, 0], [2, 2]], [{*names} for names in launched])
+    without = {"gelu_to_fp8": 1, "gelu_backward_to_fp8": 0}  # that of the pass of other sizes
     check("others", {name: launched[1].count(name) for name in without} == without)
     for name, one, other in zip(("loss", *names, "other sizes"), *found):
         yield name, other, one, 1e-3 if name in ("loss", "other sizes") else 6e-2
@@ -289,6 +289,7 @@ def whole(device, sizes=(384, 256, 1296)):
     return ""
 
 
+@pytest.mark.longest
 def test_no_races():
     """No access is a race."""
     said = whole(small_device(flags=f"-O1 -DHOPPER {races.FLAG}"), SIZES[0])
@@ -310,6 +311,7 @@ def test_planted(folder):
         check(what, wish in said if wish in ("stuck", "race") else said == wish, said)
 
 
+@pytest.mark.longest
 def test_compiled():
     """For sm_90a nothing spills, and a block fits a multiprocessor."""
     if not has_nvrtc():
