@@ -29,7 +29,8 @@ using namespace turns;
 constexpr int CHANNEL_BYTES = 128;  // of a stage
 using Sixteen = Stored<4, Pair>;    // bytes
 
-static_assert(STAGE == 4 * BOX && TILE_SIZE == 4 * BOX && 2 * (STAGES + 2) * STAGE == 229376, "as fp8_gelu.py says");
+static_assert(STAGE == 4 * BOX && TILE_SIZE == 4 * BOX && 2 * (STAGES + 2) * STAGE == 229376,
+              "as fp8_gelu.py says");
 
 #ifdef __CUDACC__
 // D (64,128) = A (64,32) B (32,128) of e4m3, or with `add` D += A B. A and B' are 32 channels of
@@ -151,7 +152,8 @@ __device__ Eight eight_of(const TileResult& x, int half, int m) {
 #pragma unroll
     for (int row = 0; row < 2; row++)
 #pragma unroll
-        for (int c = 0; c < 4; c++) e.x[row][c] = x.x[0][16 * half + 2 * m + c % 2][2 * row + c / 2];
+        for (int c = 0; c < 4; c++)
+            e.x[row][c] = x.x[0][16 * half + 2 * m + c % 2][2 * row + c / 2];
     return e;
 }
 
@@ -402,7 +404,8 @@ BLOCK(384, 1)
 extern "C" __global__ void __launch_bounds__(384, 1) matmul_dgelu_fp8(
     const __grid_constant__ Tiles twin, const __grid_constant__ Tiles across, Scale* scale8,
     float* __restrict__ sums, const real* __restrict__ fch, const __grid_constant__ Tiles dout,
-    const __grid_constant__ Tiles w, const Scale* of_dout, const Scale* of_w, int N, int OC, int C) {
+    const __grid_constant__ Tiles w, const Scale* of_dout, const Scale* of_w, int N, int OC,
+    int C) {
     fp8_gelu::product_with_gelu<true>(
         twin, across, scale8, sums, const_cast<real*>(fch), nullptr, dout, w, of_dout, of_w,
         {N, OC, C});
