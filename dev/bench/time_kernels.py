@@ -433,7 +433,7 @@ def shape_of_gelu(text, on_gpu):
 
 # ---- Muon's symmetric products
 
-SYMMETRIC_KERNELS = {"matmul_symmetric", "matmul_symmetric_of_columns"}
+SYMMETRIC_KERNELS = {"matmul_symmetric", "matmul_gram", "matmul_gram_of_columns"}
 SYMMETRIC_CHECKS = ("n=1,rows=16,columns=16", "n=3,rows=136,columns=72", "n=2,rows=200,columns=264",
                     "n=3,rows=392,columns=392")
 SYMMETRIC_SHAPE = ("n=48,rows=768,columns=768;n=12,rows=768,columns=3072;"
@@ -458,8 +458,9 @@ def make_symmetric(name, *_):
 
 
 def drawn_matrices(device, n, rows, columns):
-    """On the device: matrices x (n,rows,columns) of norm 1, gram, the smaller of x x' and x' x, and
-    poly, a polynomial of gram, which commutes with it."""
+    """On the device: matrices x (n,rows,columns) of norm 1, gram, the smaller of x x' and x' x,
+    poly, a polynomial of gram, which commutes with it, and scales (n,): powers of 2, which change
+    no rounding."""
     rng, x = np.random.default_rng(1), array_on(device, (n, rows, columns), BF16)
     gram, poly = (array_on(device, (n, min(rows, columns), min(rows, columns)), BF16) for _ in "12")
     for i in range(n):
@@ -469,34 +470,55 @@ def drawn_matrices(device, n, rows, columns):
         device.put(x[i], to_bf16(drawn))
         device.put(gram[i], to_bf16(product))
         device.put(poly[i], to_bf16(product @ product - 2 * product))
-    return SimpleNamespace(x=x, gram=gram, poly=poly)
+    scales = array_on(device, (n,), np.float32)
+    device.put(scales, np.exp2(1 + np.arange(n) % 3).astype(np.float32))
+    return SimpleNamespace(x=x, gram=gram, poly=poly, scales=scales)
+
+
+def half(x):
+    """A copy of x (n,side,side) that is NaN in the tiles below the diagonal."""
+    made = x.copy()
+    for first in range(HEIGHT, x.shape[1], HEIGHT):
+        made.view(np.uint16)[:, first : first + HEIGHT, :first] = 0xffff
+    return made
 
 
 def symmetric_products(device, a):
     """{what: (a call that makes the product in `out`, what it is in float64)}."""
     f, x, gram, poly = FACTORS, *in_float64(device, a.x, a.gram, a.poly)
-    wish = x.transpose(0, 2, 1) @ x if x.shape[1] > x.shape[2] else x @ x.transpose(0, 2, 1)
+    s = device.get(a.scales).astype(np.float64)[:, None, None]
+    squares = x.transpose(0, 2, 1) @ x if x.shape[1] > x.shape[2] else x @ x.transpose(0, 2, 1)
     with_all = f["factor"] * gram @ gram + f["share"] * poly
-    with_all += f["diagonal"] * np.eye(wish.shape[1])
+    with_all += f["diagonal"] * np.eye(squares.shape[1])
+    of_gram, of_poly = half(a.gram), half(a.poly)
+
+    def multiply(out, *factors, **more):
+        symmetric.multiply(device, out, *factors, **more)
+
     return {
-        "gram": (lambda out: symmetric.multiply(device, out, a.x, backwards=True), wish),
-        "poly": (lambda out: symmetric.multiply(device, out, a.gram, add=a.poly, **f), with_all),
-        "of two": (lambda out: symmetric.multiply(device, out, a.gram, a.poly), gram @ poly)}
+        "gram": (lambda out: symmetric.multiply_gram(device, out, a.x), squares),
+        "scaled": (lambda out: symmetric.multiply_gram(device, out, a.x, a.scales),
+                   s * s * squares),
+        "poly": (lambda out: multiply(out, of_gram, add=of_poly, **f), with_all),
+        "whole": (lambda out: multiply(out, of_gram, add=of_poly, both_sides=True,
+                                       scales=a.scales, **f), s * with_all),
+        "of two": (lambda out: multiply(out, of_gram, of_poly), gram @ poly)}
 
 
 def symmetric_faults(device, a):
-    """Make the products. Returns [(what, error, limit)] against NumPy in float64; of those of a
-    matrix with itself, and outside of the tiles on the diagonal, both sides must have the same
-    bits."""
+    """Make the products. Returns [(what, error, limit)] against NumPy in float64. Below the
+    diagonal's tiles nothing may be stored, or in "whole", the same bits as above them."""
     found = []
     for what, (make, wish) in symmetric_products(device, a).items():
         out = array_on(device, wish.shape, BF16)
         make(out)
         product, = in_float64(device, out)
-        turned = product.transpose(0, 2, 1)
         panel = np.arange(wish.shape[1]) // HEIGHT
-        same = (product == turned) | (panel[:, None] == panel if what == "of two" else False)
-        found += [(what, off(product, wish), BF16_LIMIT), (f"{what}: sides", (~same).sum(), 0)]
+        below = np.broadcast_to(panel[:, None] > panel, wish.shape)
+        turned = product.transpose(0, 2, 1)
+        right = product == turned if what == "whole" else np.isnan(product)
+        found += [(what, off(np.where(below, turned, product), wish), BF16_LIMIT),
+                  (f"{what}: sides", (below & ~right).sum(), 0)]
     return found
 
 
@@ -513,6 +535,7 @@ def time_symmetric(device, text, peers):
     cuBLASLt's. Returns whether results are wrong."""
     a = drawn_matrices(device, **parse_sizes(text))
     x, y, out = a.x, array_on(device, a.x.shape, BF16), array_on(device, a.gram.shape, BF16)
+    device.put(a.scales, np.ones(len(x), np.float32))
     of_a, of_b, of_c = COEFFICIENTS[0]
     across = x.transpose(0, 2, 1)
     tall = x.shape[1] > x.shape[2]
@@ -523,15 +546,19 @@ def time_symmetric(device, text, peers):
 
     def whole(orthogonalize):
         def run():
-            orthogonalize(x, y, a.gram, a.poly)
+            orthogonalize(x, y, a.gram, a.poly, a.scales)
         return us(device, run)
 
     for _ in range(2):
         rows = {
-            "gram": (lambda: symmetric.multiply(device, out, x, backwards=True),
+            "gram": (lambda: symmetric.multiply_gram(device, out, x, a.scales),
                      lambda: library(out, *((across, x) if tall else (x, across)))),
             "poly": (lambda: symmetric.multiply(device, out, a.gram, add=a.gram, **FACTORS),
                      lambda: library(out, a.gram, a.gram, of_c, a.gram, of_b)),
+            "poly on both sides": (
+                lambda: symmetric.multiply(device, out, a.gram, add=a.gram, both_sides=True,
+                                           scales=a.scales, **FACTORS),
+                lambda: library(out, a.gram, a.gram, of_c, a.gram, of_b)),
             "of two": (lambda: symmetric.multiply(device, out, a.gram, a.poly),
                        lambda: library(out, a.gram, a.poly))}
         words = [f"{what} {us(device, ours)} ({us(device, theirs)})"

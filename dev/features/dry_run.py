@@ -45,6 +45,7 @@ class NoKernelsOnGpu:
 
     def compile(self, sources):
         self.kernels, self.functions = {}, {}
+        self.switches()  # says whether the GPU is Hopper
         self.cublas.setMathMode(self.gpu.cublas_handle, 16)  # and so it is loaded
 
 
@@ -73,7 +74,7 @@ class DryRun:
         again = 2 * sum(row.size for row in c.parameter_table()
                         if row.decay and row.layers and row.name != "fcprojw")
         flops = flops_per_token(c, T) + again * (flags.recompute == 2)
-        of_update = muon.flops_of(c) if flags.optimizer == "muon" else 0  # AdamW's are few
+        of_update = muon.flops_of(c, device) if flags.optimizer == "muon" else 0  # AdamW's are few
         seconds = (self.total_batch * flops + of_update) / self.count / rate
         print(f"estimate     | {self.steps} steps of about {1e3 * seconds:,.0f} ms, "
               f"{self.total_batch / seconds:,.0f} tok/s, take about "

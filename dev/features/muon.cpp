@@ -29,13 +29,15 @@ void muon_momentum(real* x, double* squares, float* m, const float* grads, int f
     }
 }
 
-// x = x / its Frobenius norm
-void muon_normalize(real* x, const double* squares, size_t size, int shares, int blocks) {
+// x = x / its Frobenius norm. No product of a CPU scales, so scales are 1.
+void muon_normalize(real* x, float* scales, const double* squares, size_t size, int shares, int lazy,
+                    int blocks) {
 #pragma omp parallel for
     for (long matrix = 0; matrix < blocks; matrix++) {
         double sum = 0.0;
         for (int i = 0; i < shares; i++) sum += squares[matrix * shares + i];
         double factor = sum > 0.0 ? 1.0 / sqrt(sum) : 0.0;
+        scales[matrix] = 1.0f;
         for (size_t i = matrix * size; i < (matrix + 1) * size; i++) x[i] = (float)(x[i] * factor);
     }
 }

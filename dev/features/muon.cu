@@ -60,22 +60,30 @@ extern "C" __global__ void muon_momentum(
 }
 
 // x = x / the square root of the sum of its squares, its Frobenius norm; a matrix of zeros stays as it is. The quotient
-// is computed in double, which has a reciprocal for every norm of fp32 numbers. Items: as above.
+// is computed in double, which has a reciprocal for every norm of fp32 numbers. scales (matrices) = 1. If the products
+// can scale, as `lazy` says, most matrices stay as they are, and 1 / the norm goes to scales: but not those whose
+// products fp32 might not hold. Items: as above, or fewer blocks.
 BLOCK(256, 8192, 1)
 extern "C" __global__ void muon_normalize(
-    real* __restrict__ x, const double* __restrict__ squares, size_t size, int shares) {
+    real* __restrict__ x, float* __restrict__ scales, const double* __restrict__ squares, size_t size, int shares,
+    int lazy) {
     double sum = 0.0;
     for (int i = threadIdx.x; i < shares; i += (int)blockDim.x) sum += squares[(size_t)blockIdx.y * shares + i];
     sum = block_sum(sum);
     double factor = sum > 0.0 ? 1.0 / sqrt(sum) : 0.0;
+    bool stays = lazy && factor > 1e-9 && factor < 1e9;
+    if (blockIdx.x == 0 && threadIdx.x == 0) scales[blockIdx.y] = stays ? (float)factor : 1.0f;
+    if (stays) return;
     real* matrix = x + blockIdx.y * size;
+    for (size_t begin = (size_t)blockIdx.x * SHARE; begin < size; begin += (size_t)gridDim.x * SHARE) {
 #pragma unroll 4
-    for (int k = W * threadIdx.x; k < SHARE; k += W * (int)blockDim.x) {
-        size_t i = (size_t)blockIdx.x * SHARE + k;
-        if (i >= size) break;
-        Pack<W> p = load<W>(matrix + i);
-        for (int j = 0; j < W; j++) p[j] = (float)(p[j] * factor);
-        store(matrix + i, p);
+        for (int k = W * threadIdx.x; k < SHARE; k += W * (int)blockDim.x) {
+            size_t i = begin + k;
+            if (i >= size) break;
+            Pack<W> p = load<W>(matrix + i);
+            for (int j = 0; j < W; j++) p[j] = (float)(p[j] * factor);
+            store(matrix + i, p);
+        }
     }
 }
 

@@ -78,10 +78,21 @@ STATE_VERSION = 2  # of a state file that has Muon's momentum
 class Orthogonal:
     """What the mixins below share: each has matmul_batch for its device."""
 
-    def orthogonalize(self, x, y, gram, poly):
-        """x (n,rows,columns), each of norm 1, to matrices whose singular values are about 1. y, as
-        x, and gram and poly (n,side,side): memory. Returns the one of x and y that has the
-        result."""
+    def normalize(self, x, squares, scales):
+        """Divide each of x (n,rows,columns) by its Frobenius norm, from squares (n,shares), float64
+        sums of its squares. scales (n,), fp32: what it has yet to be multiplied by, 1."""
+        size, shares = x[0].size, squares.shape[1]
+        self.launch("muon_normalize", (size, len(x)), x, scales, squares, size, shares, 0)
+
+    def flops_of(self, n, rows, columns):
+        """The operations in which n matrices are orthogonalized."""
+        side, length = sorted((rows, columns))
+        return 2 * n * side * side * (2 * length + side) * len(COEFFICIENTS)
+
+    def orthogonalize(self, x, y, gram, poly, scales):
+        """x (n,rows,columns), each of norm 1 with scales (n,) by normalize, to matrices whose
+        singular values are about 1. y, as x, and gram and poly (n,side,side): memory. Returns the
+        one of x and y that has the result."""
         tall = x.shape[1] > x.shape[2]
         for a, b, c in COEFFICIENTS:
             across = x.transpose(0, 2, 1)
@@ -234,7 +245,8 @@ def workspace_table(rows, columns, matrices, real):
             Row("y", (matrices, rows, columns), real),  # the next x
             Row("gram", (matrices, side, side), real),  # X X', or X' X if X has more rows
             Row("poly", (matrices, side, side), real),  # b gram + c gram gram
-            Row("squares", (matrices, ceil_div(rows * columns, SHARE)), np.float64)]
+            Row("squares", (matrices, ceil_div(rows * columns, SHARE)), np.float64),
+            Row("scales", (matrices,))]  # 1, or 1 / the norms of x
 
 
 def batches_of(groups, real):
@@ -266,14 +278,10 @@ def scale_of(rows, columns, convention):
     return max(1, rows / columns) ** 0.5
 
 
-def flops_of(c):
-    """The operations of a step's products here."""
-    total = 0
-    for (rows, columns), parts in groups_of(parts_of(c)).items():
-        side, length = sorted((rows, columns))
-        one = 2 * side * side * (2 * length + side) * len(COEFFICIENTS)
-        total += one * sum(part.count for part in parts)
-    return total
+def flops_of(c, device):
+    """The operations of a step's products here, as many as this device does."""
+    return sum(device.flops_of(matrices, rows, columns)
+               for rows, columns, _, matrices in batches_of(groups_of(parts_of(c)), device.real))
 
 
 class Muon:
@@ -385,7 +393,7 @@ class Muon:
             device.launch("muon_momentum", (size, count), work.x[at:], work.squares[at:],
                           m[begin:end], grads[begin:end], first, part.per, part.stride, size,
                           shares, adam.settings, adam.muon, adam.verdict)
-        device.launch("muon_normalize", (size, matrices), work.x, work.squares, size, shares)
+        device.normalize(work.x, work.squares, work.scales)
         made = self.orthogonalize(work)
         scale = scale_of(rows, columns, self.flags.muon_scale)
         for part, first, count, at in pieces:
@@ -401,7 +409,7 @@ class Muon:
 
     def orthogonalize(self, work):
         """The orthogonalized matrices of a workspace's x."""
-        return self.device.orthogonalize(work.x, work.y, work.gram, work.poly)
+        return self.device.orthogonalize(work.x, work.y, work.gram, work.poly, work.scales)
 
 
 class SharedMuon:
@@ -423,7 +431,7 @@ class SharedMuon:
         """This rank's part of a workspace's arrays."""
         own = len(work.x) // self.count
         return [array[self.rank * own :][:own]
-                for array in (work.x, work.y, work.gram, work.poly)]
+                for array in (work.x, work.y, work.gram, work.poly, work.scales)]
 
     def try_products(self, B, backward):
         """As Ranked.try_products, with those of the update."""
@@ -458,7 +466,7 @@ class ShardedMuon:
         return self.device.orthogonalize(*self.share_of(work))
 
     def share_of(self, work):
-        return work.x, work.y, work.gram, work.poly
+        return work.x, work.y, work.gram, work.poly, work.scales
 
 
 def refused(flags):

@@ -86,11 +86,12 @@ def orthogonalize_on(device, matrices):
     gram, poly = (on_device(device, np.zeros((n, side, side), device.real)) for _ in range(2))
     squares, m = np.full((n, shares), np.nan), np.zeros(matrices.size, np.float32)
     squares, m = on_device(device, squares), on_device(device, m)
+    scales = on_device(device, np.full(n, np.nan, np.float32))
     adamw, settings, verdict = settings_of(device)
     device.launch("muon_momentum", (size, n), x, squares, m, on_device(device, matrices.ravel()),
                   0, n, n * size, size, shares, adamw, settings, verdict)
-    device.launch("muon_normalize", (size, n), x, squares, size, shares)
-    return to_float(device.get(device.orthogonalize(x, y, gram, poly)))
+    device.normalize(x, squares, scales)
+    return to_float(device.get(device.orthogonalize(x, y, gram, poly, scales)))
 
 
 @fast
@@ -359,7 +360,8 @@ def test_operations():
 
         model.device.matmul_batch = counting
         model.update_pass()
-        check(f"{architecture.__name__}", sum(counted) == muon.flops_of(c), (sum(counted), c))
+        check(f"{architecture.__name__}", sum(counted) == muon.flops_of(c, model.device),
+              (sum(counted), c))
 
 
 def test_tables():

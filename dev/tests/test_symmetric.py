@@ -20,7 +20,7 @@ from dev.features import muon
 from dev.features.declare import stack
 from dev.features.devices import device_class
 from dev.features.hopper import symmetric
-from dev.features.hopper.symmetric import fits, pairs_of_tiles
+from dev.features.hopper.symmetric import pairs_of_tiles
 from dev.lab.ladder import parse_sizes
 from dev.tests.checks import EXACT, check
 from dev.tests.models import in_each_order
@@ -31,15 +31,28 @@ from train_gpt2 import BF16, to_float
 
 # What is wrong, in symmetric.cu or turns.cuh, and what a CPU says or the first wrong result
 FAULTS = (
-    ("a tile that is not mirrored", "if (at.row != at.column) {", "if (false) {", "gram"),
+    ("a tile that is not mirrored", "if (terms.both_sides && at.row != at.column) {",
+     "if (false) {", "whole"),
     ("mirrored to where it was", "at.column * WIDTH, at.row * HEIGHT, result",
-     "at.row * WIDTH, at.column * HEIGHT, result", "gram"),
+     "at.row * WIDTH, at.column * HEIGHT, result", "whole"),
+    ("mirrored when it should not be", "if (terms.both_sides && at", "if (at", "gram"),
+    ("a panel that does not turn", "&& k < panel * HEIGHT", "&& false", "poly"),
+    ("a panel that turns behind the diagonal", "&& k < panel * HEIGHT", "&& k <= panel * HEIGHT",
+     "poly"),
+    ("a panel multiplied as it lies behind the diagonal", "at.row * (HEIGHT / 64), step", "0, step",
+     "poly"),
+    ("both panels turn together", "at.column * (WIDTH / 64), step", "at.row * (WIDTH / 64), step",
+     "poly"),
+    ("the square of a scale forgotten", "if (kind != SYMMETRIC) s *= s;", "", "scaled"),
+    ("a product that is not scaled", "terms.factor *= s, ", "", "scaled"),
+    ("an addend that is not scaled", " terms.share *= s,", "", "whole"),
+    ("another matrix's scale", "scales[at.matrix]", "scales[0]", "scaled"),
     ("mirrored before TMA has read the tile", "        result_free(group);\n        // A warp's",
      "        // A warp's", "race"),
-    ("8 x 8 that are not transposed", "store_matrices_transposed(\n", "store_matrices(\n", "gram"),
-    ("boxes not exchanged", "(box % 2 * 2 + box / 2) * BOX", "box * BOX", "gram"),
+    ("8 x 8 that are not transposed", "store_matrices_transposed(\n", "store_matrices(\n", "whole"),
+    ("boxes not exchanged", "(box % 2 * 2 + box / 2) * BOX", "box * BOX", "whole"),
     ("another warp's columns", "(2 * warp + lane / 8 % 2)", "(2 * (warp ^ 1) + lane / 8 % 2)",
-     "gram"),
+     "whole"),
     ("another matrix's panel for both", "r, at.column * WIDTH, k, at.matrix",
      "r, at.column * WIDTH, k, 0", "gram"),
     ("no tiles alone", "(matrices * alone() + 1) / 2", "0", "gram"),
@@ -114,15 +127,16 @@ def test_bits(device_name):
     if not device:
         return
     big = device_name == "cuda"
-    a = time_kernels.drawn_matrices(device, *((20, 768, 768) if big else (3, 264, 136)))
+    a = time_kernels.drawn_matrices(device, *((20, 768, 768) if big else (3, 264, 272)))
     found = []
     for _ in range(10 if big else 2):
         out = time_kernels.array_on(device, a.gram.shape, BF16)
-        symmetric.multiply(device, out, a.x, add=a.gram, share=0.5)
+        symmetric.multiply(device, out, a.gram, a.poly, add=a.gram, share=0.5, both_sides=True)
         found.append(device.get(out))
     check("same bits", all((each == found[0]).all() for each in found))
     alone = time_kernels.array_on(device, a.gram[:1].shape, BF16)
-    symmetric.multiply(device, alone, a.x[1:2], add=a.gram[1:2], share=0.5)
+    symmetric.multiply(device, alone, a.gram[1:2], a.poly[1:2], add=a.gram[1:2], share=0.5,
+                       both_sides=True)
     yield "one matrix of several", device.get(alone)[0], found[0][1], EXACT
 
 
@@ -148,7 +162,7 @@ def test_orthogonalize(device_name):
         cases = hurtful(rows, columns)
         stored = np.stack([*cases.values()]).astype(np.float32)
         found = orthogonalize_on(device, stored)
-        with mock.patch.object(symmetric, "fits", lambda *arrays: False):
+        with mock.patch.object(symmetric.OwnSymmetric, "multiplies", lambda *_: False):
             plain = orthogonalize_on(device, stored)
         for what, x, result, beside in zip(cases, stored, found, plain):
             name = f"{rows}x{columns} {what}"
@@ -166,13 +180,15 @@ def test_orthogonalize(device_name):
 
 def test_which(device_name):
     """Chains of products are for matrices of which one side is twice the other; other devices'
-    products for what does not fit. The result is where it says, and gram and poly are enough."""
+    products for what does not fit. The result is where it says, gram and poly are enough, and
+    flops_of counts the operations: a matrix has one tile."""
     device = small_device()
     multiplied, applied = [], []
     launch, batch = device.launch, device.matmul_batch
-    device.launch = lambda name, *args, **more: (multiplied.append(name),
+    device.launch = lambda name, *args, **more: (multiplied.append(2 * (2 * 128 * 128) * args[-1]),
                                                  launch(name, *args, **more))
-    device.matmul_batch = lambda *args: (applied.append(len(args)), batch(*args))
+    device.matmul_batch = lambda *args: (applied.append(2 * args[0].size * args[1].shape[2]),
+                                         batch(*args))
 
     def count(rows, columns):
         multiplied.clear(), applied.clear()
@@ -180,10 +196,13 @@ def test_which(device_name):
         x, y = (time_kernels.array_on(device, (2, rows, columns), BF16) for _ in "xy")
         x[...] = to_bf16(np.eye(rows, columns, dtype=np.float32) / side**0.5)
         made = device.orthogonalize(
-            x, y, *(time_kernels.array_on(device, (2, side, side), BF16) for _ in "gp"))
+            x, y, *(time_kernels.array_on(device, (2, side, side), BF16) for _ in "gp"),
+            np.ones(2, np.float32))
         check(f"{rows}x{columns}: where it is", made is x or made is y)
         wish = orthogonalized(np.eye(rows, columns) / side**0.5)
         check(f"{rows}x{columns}: the result", time_kernels.off(to_float(made[1]), wish) < 0.02)
+        check(f"{rows}x{columns}: operations",
+              sum(multiplied + applied) == device.flops_of(2, rows, columns))
         return len(multiplied), len(applied)
 
     check("square", count(64, 64) == (10, 5))
@@ -198,12 +217,12 @@ def test_which(device_name):
 
 def test_choice():
     """What the kernels cannot multiply."""
-    x = np.empty((2, 64, 128), BF16)
-    check("fits", fits(x, x[1:]))
-    for what, array in (("fp32", x.view(np.uint16).astype(np.float32)),
-                        ("part of rows", x[:, :, :64]),
-                        ("rows that TMA cannot address", np.empty((2, 64, 60), BF16))):
-        check(f"does not fit: {what}", not fits(array))
+    device = small_device()
+    check("multiplies", device.multiplies(64, 136))
+    check("rows that TMA cannot address", not device.multiplies(64, 60))
+    check("rows of G that TMA cannot address", not device.multiplies(60, 64))
+    device.real = np.dtype(np.float32)
+    check("fp32", not device.multiplies(64, 136))
 
 
 def wrong(device, *sizes):

@@ -1,10 +1,13 @@
 // Products whose result is known to be symmetric, on Hopper in bf16, of many matrices of one shape:
 // compiled behind kernels.cu, hopper.cuh and turns.cuh with -DBF16 -DHOPPER. symmetric.py launches
 // them.
-//   matmul_symmetric               out[i] = factor * l[i] r[i]' + share * add[i] + diagonal * I
-//   matmul_symmetric_of_columns    out[i] = factor * l[i]' r[i] + share * add[i] + diagonal * I
-// l and r are the same matrix, or symmetric matrices that commute, such as two polynomials of one
-// matrix; add is symmetric. What is above the diagonal is computed, and stored twice.
+//   matmul_gram               out[i] = s^2 x[i] x[i]'
+//   matmul_gram_of_columns    out[i] = s^2 x[i]' x[i]
+//   matmul_symmetric          out[i] = s (factor * l[i] r[i] + share * add[i] + diagonal * I)
+// l, r and add are symmetric, and l and r commute: they are the same matrix, or two polynomials of
+// one. s is a number of each matrix, or 1. What is above the diagonal is computed. That is stored,
+// and nobody reads what is below it, which saves a fifth of the bytes. Only what cuBLASLt
+// multiplies next is stored on both sides.
 //
 // In tiles of 128 x 128, a matrix of 768 x 768 has 36 of them, and 21 on the diagonal or above it.
 // A tile needs two panels: 128 rows of l (columns, for l' r) for its own rows, and of r for its
@@ -17,12 +20,22 @@
 //      2      g h i j      there is nothing to share
 //      3        h i j
 //
-// On the diagonal a tile's panels are the same if l and r are, and one of them is enough.
+// On the diagonal a tile's panels are the same if l and r are, and one of them is enough. A panel of
+// l or r turns at the diagonal: up to there its rows are the columns above it,
+//
+//         . . c . . .
+//         . . c . . .      panel 2: boxes of columns, which wgmma can turn, and from the diagonal
+//         . . c r r r      on boxes of rows
 //
 // What a tile costs, in clocks as in gelu_products.cu: for each 64 of what is summed 640 of shared
-// memory, or 512 with one panel; and 1,024 for the result, which is stored twice: 1,280 with add.
+// memory, or 512 with one panel; and 512 for the result: 768 with add, and 1,024 and 1,280 if it is
+// stored on both sides.
 
 namespace turns::symmetric {
+
+// What is multiplied: rows of x, its columns, or l and r, of which only what is above the diagonal
+// is read.
+enum Kind { ROWS, COLUMNS, SYMMETRIC };
 
 // side: of a result; length: what is summed over.
 struct Sizes {
@@ -74,11 +87,16 @@ struct Waits {
         result_read[2];               // TMA may load the next one to the place of its result
 };
 
+// Whether a panel's boxes of 64 of what is summed, from k on, are of columns.
+template <Kind kind>
+__device__ bool of_columns_at(int k, int panel) {
+    return kind == COLUMNS || kind == SYMMETRIC && k < panel * HEIGHT;
+}
+
 // Two boxes of 64 of what is summed, from k on: a panel of 128 rows (or columns) from `first` on.
-template <bool of_columns>
 __device__ void load_panel(real* boxes, const Tiles& map, int first, int k, int matrix,
-                           bool for_both, unsigned long long& full) {
-    constexpr int right = of_columns ? 64 : 0, down = 64 - right;  // from a box to the next
+                           bool of_columns, bool for_both, unsigned long long& full) {
+    int right = of_columns ? 64 : 0, down = 64 - right;  // from a box to the next
     int c = of_columns ? first : k, row = of_columns ? k : first;
     if (for_both) {
         load_for_both(boxes, map, c, row, matrix, right, down, full);
@@ -89,7 +107,7 @@ __device__ void load_panel(real* boxes, const Tiles& map, int first, int k, int 
 }
 
 // One thread loads panels, step by step.
-template <bool of_columns>
+template <Kind kind>
 __device__ void load_panels(
     real* stages, Waits& waits, const Tiles& l, const Tiles& r, const Sizes& sizes) {
     unsigned step = 0;
@@ -101,10 +119,11 @@ __device__ void load_panels(
             // At first all stages are empty: a new mbarrier counts the phase before as over.
             mbarrier_wait(waits.empty[step % STAGES], step / STAGES % 2 ^ 1);
             if (at.columns)
-                load_panel<of_columns>(
-                    stage + 2 * BOX, r, at.column * WIDTH, k, at.matrix, at.pair, full);
+                load_panel(stage + 2 * BOX, r, at.column * WIDTH, k, at.matrix,
+                           of_columns_at<kind>(k, at.column), at.pair, full);
             if (at.rows)
-                load_panel<of_columns>(stage, l, at.row * HEIGHT, k, at.matrix, false, full);
+                load_panel(stage, l, at.row * HEIGHT, k, at.matrix, of_columns_at<kind>(k, at.row),
+                           false, full);
             mbarrier_arrive(full);
         }
     }
@@ -124,14 +143,15 @@ __device__ void load_add(real* results, Waits& waits, const Tiles& add, const Si
     }
 }
 
-// How the product becomes the result. with_add: whether add is read
+// How the product becomes the result. with_add: whether add is read; both_sides: whether it is also
+// stored below the diagonal.
 struct Terms {
     float factor, share, diagonal;
-    bool with_add;
+    bool with_add, both_sides;
 };
 
 // Scales the product x, adds the tile of add that is in `result` and the diagonal, and stores the
-// tile: as it is, and unless it is on the diagonal, transposed on the other side of it.
+// tile: as it is, and for both sides, unless it is on the diagonal, transposed on the other one.
 __device__ void finish(const Tiles& out, TileResult& x, const TileAt& at, real* result, int group,
                        const Terms& terms) {
     Pair y[4][4][4];
@@ -159,7 +179,7 @@ __device__ void finish(const Tiles& out, TileResult& x, const TileAt& at, real* 
         }
     if (at.counts)
         store_tile(out, at.row * HEIGHT, at.column * WIDTH, result, group, at.matrix);
-    if (at.row != at.column) {
+    if (terms.both_sides && at.row != at.column) {
         result_free(group);
         // A warp's 16 rows become 16 columns: where lane i has row i % 8 of 8 x 8 numbers
         real* turned = result + (lane / 16 * 8 + lane % 8) * 64 +
@@ -178,9 +198,24 @@ __device__ void finish(const Tiles& out, TileResult& x, const TileAt& at, real* 
     }
 }
 
-template <bool of_columns>
+// Multiplies steps up to `end`, counted by i. `step` counts those of all tiles of the block.
+template <bool b_of_rows, bool a_of_rows>
+__device__ void multiply_steps(TileResult& x, const real* stages, Waits& waits, int a, int b, int& i,
+                               int end, unsigned& step) {
+    for (; i < end; i++, step++) {
+        mbarrier_wait(waits.full[step % STAGES], step / STAGES % 2);
+        const real* stage = stages + step % STAGES * STAGE;
+        multiply_stage<b_of_rows, a_of_rows>(x, stage + a, stage + b, i > 0);
+        wait_for_products<1>(x);  // so the stage before is empty
+        if (i > 0) warp_arrives_at_all(waits.empty[(step - 1) % STAGES]);
+    }
+}
+
+// scales: a number of each matrix, to the power of 2 unless the kind is SYMMETRIC; or null
+template <Kind kind>
 __device__ void symmetric_product(const Tiles& out, const Tiles& l, const Tiles& r,
-                                  const Tiles& add, const Terms& terms, const Sizes& sizes) {
+                                  const Tiles& add, const float* scales, const Terms& given,
+                                  const Sizes& sizes) {
     DYNAMIC_SHARED(real, stages);
     real* results = stages + STAGES * STAGE;  // one for each warpgroup
     __shared__ Waits waits;
@@ -196,8 +231,8 @@ __device__ void symmetric_product(const Tiles& out, const Tiles& l, const Tiles&
 
     if (threadIdx.x >= WORKERS) {
         keep_registers<40>();
-        if (threadIdx.x == WORKERS) load_panels<of_columns>(stages, waits, l, r, sizes);
-        if (terms.with_add && threadIdx.x == WORKERS + 32) load_add(results, waits, add, sizes);
+        if (threadIdx.x == WORKERS) load_panels<kind>(stages, waits, l, r, sizes);
+        if (given.with_add && threadIdx.x == WORKERS + 32) load_add(results, waits, add, sizes);
     } else {
         take_registers<232>();
         int group = __shfl_sync(FULL_WARP, threadIdx.x / 128, 0);
@@ -210,16 +245,24 @@ __device__ void symmetric_product(const Tiles& out, const Tiles& l, const Tiles&
             int a = at.rows ? 0 : 2 * BOX, b = at.columns ? 2 * BOX : 0;  // where its panels are
             TileResult x;
             mbarrier_wait(waits.my_turn[group], (done + (group == 0)) % 2);  // 0 is first
-            for (int i = 0; i < steps; i++, step++) {
-                mbarrier_wait(waits.full[step % STAGES], step / STAGES % 2);
-                const real* stage = stages + step % STAGES * STAGE;
-                multiply_stage<of_columns, of_columns>(x, stage + a, stage + b, i > 0);
-                wait_for_products<1>(x);  // so the stage before is empty
-                if (i > 0) warp_arrives_at_all(waits.empty[(step - 1) % STAGES]);
+            int i = 0;
+            if (kind == SYMMETRIC) {  // both panels before their diagonals, one, none
+                multiply_steps<true, true>(
+                    x, stages, waits, a, b, i, at.row * (HEIGHT / 64), step);
+                multiply_steps<true, false>(
+                    x, stages, waits, a, b, i, at.column * (WIDTH / 64), step);
             }
+            multiply_steps<kind == COLUMNS, kind == COLUMNS>(
+                x, stages, waits, a, b, i, steps, step);
             warp_arrives(waits.my_turn[group ^ 1]);
             wait_for_products<0>(x);
             warp_arrives_at_all(waits.empty[(step - 1) % STAGES]);
+            Terms terms = given;
+            if (scales) {
+                float s = scales[at.matrix];
+                if (kind != SYMMETRIC) s *= s;
+                terms.factor *= s, terms.share *= s, terms.diagonal *= s;
+            }
             if (terms.with_add) mbarrier_wait(waits.add_there[group], done % 2);
             finish(out, x, at, result, group, terms);
             if (terms.with_add) warp_arrives(waits.result_read[group]);
@@ -232,34 +275,50 @@ __device__ void symmetric_product(const Tiles& out, const Tiles& l, const Tiles&
 }  // namespace turns::symmetric
 
 #ifdef __CUDACC__  // Clusters of two blocks. read_kernels does not know this word in a definition
+extern "C" __global__ void __cluster_dims__(2, 1, 1) matmul_gram(
+    const __grid_constant__ Tiles, const __grid_constant__ Tiles, const float* __restrict__, int,
+    int, int, int);
+extern "C" __global__ void __cluster_dims__(2, 1, 1) matmul_gram_of_columns(
+    const __grid_constant__ Tiles, const __grid_constant__ Tiles, const float* __restrict__, int,
+    int, int, int);
 extern "C" __global__ void __cluster_dims__(2, 1, 1) matmul_symmetric(
     const __grid_constant__ Tiles, const __grid_constant__ Tiles, const __grid_constant__ Tiles,
-    const __grid_constant__ Tiles, float, float, float, int, int, int, int, int, int);
-extern "C" __global__ void __cluster_dims__(2, 1, 1) matmul_symmetric_of_columns(
-    const __grid_constant__ Tiles, const __grid_constant__ Tiles, const __grid_constant__ Tiles,
-    const __grid_constant__ Tiles, float, float, float, int, int, int, int, int, int);
+    const __grid_constant__ Tiles, const float* __restrict__, float, float, float, int, int, int,
+    int, int);
 #endif
 
-// out (matrices,side,side) = factor * l r' + share * add + diagonal * I, of l and r (side,length).
-// same: whether l and r are one array. add is not out; without with_add it is not read. backwards:
-// whether the last matrix is first. Items: blocks, an even number of them.
+// out (matrices,side,side), on and above the diagonal, = s^2 x x', of x (side,length). s: scales
+// (matrices), or 1 if it is null. backwards: whether the last matrix is first. Items: blocks, an
+// even number of them.
+BLOCK(384, 1)
+extern "C" __global__ void __launch_bounds__(384, 1) matmul_gram(
+    const __grid_constant__ Tiles out, const __grid_constant__ Tiles x,
+    const float* __restrict__ scales, int backwards, int matrices, int side, int length) {
+    turns::symmetric::symmetric_product<turns::symmetric::ROWS>(
+        out, x, x, out, scales, {1.0f, 0.0f, 0.0f, false, false},
+        {matrices, side, length, true, backwards != 0});
+}
+
+// The same with x' x, of x (length,side).
+BLOCK(384, 1)
+extern "C" __global__ void __launch_bounds__(384, 1) matmul_gram_of_columns(
+    const __grid_constant__ Tiles out, const __grid_constant__ Tiles x,
+    const float* __restrict__ scales, int backwards, int matrices, int side, int length) {
+    turns::symmetric::symmetric_product<turns::symmetric::COLUMNS>(
+        out, x, x, out, scales, {1.0f, 0.0f, 0.0f, false, false},
+        {matrices, side, length, true, backwards != 0});
+}
+
+// out = s (factor * l r + share * add + diagonal * I), all of them (matrices,side,side), of which
+// what is on and above the diagonal is read, and stored unless both_sides is set. same: whether l
+// and r are one array. add is not out; without with_add it is not read. s and items: as above.
 BLOCK(384, 1)
 extern "C" __global__ void __launch_bounds__(384, 1) matmul_symmetric(
     const __grid_constant__ Tiles out, const __grid_constant__ Tiles l,
-    const __grid_constant__ Tiles r, const __grid_constant__ Tiles add, float factor, float share,
-    float diagonal, int with_add, int same, int backwards, int matrices, int side, int length) {
-    turns::symmetric::symmetric_product<false>(
-        out, l, r, add, {factor, share, diagonal, with_add != 0},
-        {matrices, side, length, same != 0, backwards != 0});
-}
-
-// The same with l' r, of l and r (length,side).
-BLOCK(384, 1)
-extern "C" __global__ void __launch_bounds__(384, 1) matmul_symmetric_of_columns(
-    const __grid_constant__ Tiles out, const __grid_constant__ Tiles l,
-    const __grid_constant__ Tiles r, const __grid_constant__ Tiles add, float factor, float share,
-    float diagonal, int with_add, int same, int backwards, int matrices, int side, int length) {
-    turns::symmetric::symmetric_product<true>(
-        out, l, r, add, {factor, share, diagonal, with_add != 0},
-        {matrices, side, length, same != 0, backwards != 0});
+    const __grid_constant__ Tiles r, const __grid_constant__ Tiles add,
+    const float* __restrict__ scales, float factor, float share, float diagonal, int with_add,
+    int same, int both_sides, int matrices, int side) {
+    turns::symmetric::symmetric_product<turns::symmetric::SYMMETRIC>(
+        out, l, r, add, scales, {factor, share, diagonal, with_add != 0, both_sides != 0},
+        {matrices, side, side, same != 0, false});
 }
