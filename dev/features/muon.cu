@@ -87,8 +87,8 @@ extern "C" __global__ void muon_normalize(
     }
 }
 
-// p -= learning_rate (scale x + weight_decay p), with x the orthogonalized matrices. Items: numbers of a matrix along
-// x, matrices along y.
+// p -= learning_rate (scale x + weight_decay p), with x the orthogonalized matrices: the last one first, which may
+// still be in L2. Items: numbers of a matrix along x, matrices along y.
 BLOCK(256, W * threads, 1)
 extern "C" __global__ void muon_update(
     real* __restrict__ params, low_half* __restrict__ low, const real* __restrict__ x, int first, int per,
@@ -96,8 +96,9 @@ extern "C" __global__ void muon_update(
     const Verdict* __restrict__ verdict) {
     size_t i = first_number();
     if (i >= size) return;
-    size_t at = place_of(first + blockIdx.y, per, stride, size) + i;
-    Pack<W> p = load_master<W>(params, low, at), change = load<W>(x + blockIdx.y * size + i);
+    int j = gridDim.y - 1 - blockIdx.y;
+    size_t at = place_of(first + j, per, stride, size) + i;
+    Pack<W> p = load_master<W>(params, low, at), change = load<W>(x + j * size + i);
     float rate = muon->learning_rate, decay = adamw->weight_decay;
     for (int j = 0; j < W; j++) p[j] -= rate * (scale * change[j] + decay * p[j]);
     if (verdict->update) store_master(params, low, at, p);

@@ -396,7 +396,7 @@ class Muon:
         device.normalize(work.x, work.squares, work.scales)
         made = self.orthogonalize(work)
         scale = scale_of(rows, columns, self.flags.muon_scale)
-        for part, first, count, at in pieces:
+        for part, first, count, at in reversed(pieces):
             begin, end = self.place_of(part)
             device.launch("muon_update", (size, count), params[begin:end],
                           None if low is None else low[begin:end], made[at:], first, part.per,
