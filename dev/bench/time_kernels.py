@@ -458,15 +458,16 @@ def make_symmetric(name, *_):
 
 
 def drawn_matrices(device, n, rows, columns):
-    """On the device: matrices x (n,rows,columns) of norm 1, gram, the smaller of x x' and x' x,
-    poly, a polynomial of gram, which commutes with it, and scales (n,): powers of 2, which change
-    no rounding."""
+    """On the device: matrices x (n,rows,columns) of norm 1, gram, a multiple of x x' or x' x, poly,
+    a polynomial of gram, which commutes with it, and scales (n,): powers of 2, which change no
+    rounding."""
     rng, x = np.random.default_rng(1), array_on(device, (n, rows, columns), BF16)
     gram, poly = (array_on(device, (n, min(rows, columns), min(rows, columns)), BF16) for _ in "12")
     for i in range(n):
         drawn = rng.standard_normal((rows, columns), np.float32)
         drawn /= np.linalg.norm(drawn)
         product = drawn.T @ drawn if rows > columns else drawn @ drawn.T
+        product *= len(product)  # its diagonal is about 1, so all terms of a polynomial count
         device.put(x[i], to_bf16(drawn))
         device.put(gram[i], to_bf16(product))
         device.put(poly[i], to_bf16(product @ product - 2 * product))

@@ -11,7 +11,8 @@
 //
 // In tiles of 128 x 128, a matrix of 768 x 768 has 36 of them, and 21 on the diagonal or above it.
 // A tile needs two panels: 128 rows of l (columns, for l' r) for its own rows, and of r for its
-// columns. Warpgroups take turns as in gelu_products.cu, and two neighbouring blocks, a cluster,
+// columns. Warpgroups take turns as in gelu_products.cu. What they wait for is panels, so there are
+// six stages in place of five, and one place for results, which they use by turns, too. And two neighbouring blocks, a cluster,
 // have two tiles that share their columns' panel, of which each block loads half for both:
 //
 //         0 1 2 3 4 5
@@ -32,6 +33,8 @@
 // stored on both sides.
 
 namespace turns::symmetric {
+
+constexpr int STAGES = 6;  // one more than others have: the warpgroups share one place for results
 
 // What is multiplied: rows of x, its columns, or l and r, of which only what is above the diagonal
 // is read.
@@ -84,7 +87,11 @@ struct Waits {
         empty[STAGES],                // both blocks have multiplied them
         my_turn[2],                   // a warpgroup may begin: the other one has all its stages
         add_there[2],                 // its tile of add has arrived
-        result_read[2];               // TMA may load the next one to the place of its result
+        result_read[2];               // its result has left: the other one may have the place
+    // Until tile n of this block may come to where results are, or its add
+    __device__ void wait_for_place(int n) {
+        if (n > 0) mbarrier_wait(result_read[(n - 1) % 2], (n - 1) / 2 % 2);
+    }
 };
 
 // Whether a panel's boxes of 64 of what is summed, from k on, are of columns.
@@ -106,10 +113,10 @@ __device__ void load_panel(real* boxes, const Tiles& map, int first, int k, int 
     }
 }
 
-// One thread loads panels, step by step.
+// One thread loads panels of columns, step by step, and one those of rows.
 template <Kind kind>
-__device__ void load_panels(
-    real* stages, Waits& waits, const Tiles& l, const Tiles& r, const Sizes& sizes) {
+__device__ void load_panels(real* stages, Waits& waits, const Tiles& l, const Tiles& r,
+                            const Sizes& sizes, bool of_columns) {
     unsigned step = 0;
     for (int item = blockIdx.x / 2; item < sizes.items(); item += gridDim.x / 2) {
         TileAt at(item, sizes);
@@ -118,10 +125,10 @@ __device__ void load_panels(
             auto& full = waits.full[step % STAGES];
             // At first all stages are empty: a new mbarrier counts the phase before as over.
             mbarrier_wait(waits.empty[step % STAGES], step / STAGES % 2 ^ 1);
-            if (at.columns)
+            if (of_columns && at.columns)
                 load_panel(stage + 2 * BOX, r, at.column * WIDTH, k, at.matrix,
                            of_columns_at<kind>(k, at.column), at.pair, full);
-            if (at.rows)
+            if (!of_columns && at.rows)
                 load_panel(stage, l, at.row * HEIGHT, k, at.matrix, of_columns_at<kind>(k, at.row),
                            false, full);
             mbarrier_arrive(full);
@@ -130,15 +137,14 @@ __device__ void load_panels(
 }
 
 // Another thread loads a tile of add to where the result will be, once the last one was read.
-__device__ void load_add(real* results, Waits& waits, const Tiles& add, const Sizes& sizes) {
+__device__ void load_add(real* result, Waits& waits, const Tiles& add, const Sizes& sizes) {
     int n = 0;
     for (int item = blockIdx.x / 2; item < sizes.items(); item += gridDim.x / 2, n++) {
         TileAt at(item, sizes);
-        mbarrier_wait(waits.result_read[n % 2], n / 2 % 2 ^ 1);
+        waits.wait_for_place(n);
         for (int box = 0; box < 4; box++)
-            copy_box(results + n % 2 * TILE_SIZE + box * BOX, &add,
-                     at.column * WIDTH + box % 2 * 64, 0, at.row * HEIGHT + box / 2 * 64, at.matrix,
-                     waits.add_there[n % 2]);
+            copy_box(result + box * BOX, &add, at.column * WIDTH + box % 2 * 64, 0,
+                     at.row * HEIGHT + box / 2 * 64, at.matrix, waits.add_there[n % 2]);
         mbarrier_arrive(waits.add_there[n % 2]);
     }
 }
@@ -160,7 +166,6 @@ __device__ void finish(const Tiles& out, TileResult& x, const TileAt& at, real* 
     float diagonal[2];
     for (int j = 0; j < 2; j++)
         diagonal[j] = at.row == at.column && lane / 4 == lane % 4 * 2 + j ? terms.diagonal : 0.0f;
-    if (!terms.with_add) result_free(group);
     RowsOfLane rows(result, first_row_of_warp());
 #pragma unroll
     for (int box = 0; box < 4; box++)
@@ -177,8 +182,12 @@ __device__ void finish(const Tiles& out, TileResult& x, const TileAt& at, real* 
             }
             store_matrices(rows(box, k), y[box][k]);
         }
-    if (at.counts)
+    if (at.counts) {
         store_tile(out, at.row * HEIGHT, at.column * WIDTH, result, group, at.matrix);
+    } else {
+        shared_written();
+        warpgroup_sync(group);
+    }
     if (terms.both_sides && at.row != at.column) {
         result_free(group);
         // A warp's 16 rows become 16 columns: where lane i has row i % 8 of 8 x 8 numbers
@@ -191,10 +200,6 @@ __device__ void finish(const Tiles& out, TileResult& x, const TileAt& at, real* 
                 store_matrices_transposed(
                     turned + (box % 2 * 2 + box / 2) * BOX + k * 16 * 64, y[box][k]);
         store_tile(out, at.column * WIDTH, at.row * HEIGHT, result, group, at.matrix);
-    }
-    if (terms.with_add) {
-        if (threadIdx.x % 128 == 0) stores_read();
-        shared_written();
     }
 }
 
@@ -217,10 +222,10 @@ __device__ void symmetric_product(const Tiles& out, const Tiles& l, const Tiles&
                                   const Tiles& add, const float* scales, const Terms& given,
                                   const Sizes& sizes) {
     DYNAMIC_SHARED(real, stages);
-    real* results = stages + STAGES * STAGE;  // one for each warpgroup
+    real* result = stages + STAGES * STAGE;
     __shared__ Waits waits;
     if (threadIdx.x == 0) {
-        for (auto& mbarrier : waits.full) mbarrier_start(mbarrier, 1);
+        for (auto& mbarrier : waits.full) mbarrier_start(mbarrier, 2);  // rows, columns
         for (auto& mbarrier : waits.empty) mbarrier_start(mbarrier, 4 * CLUSTER);  // warps
         for (int i = 0; i < 2; i++) {
             mbarrier_start(waits.add_there[i], 1), mbarrier_start(waits.result_read[i], 4);
@@ -231,12 +236,12 @@ __device__ void symmetric_product(const Tiles& out, const Tiles& l, const Tiles&
 
     if (threadIdx.x >= WORKERS) {
         keep_registers<40>();
-        if (threadIdx.x == WORKERS) load_panels<kind>(stages, waits, l, r, sizes);
-        if (given.with_add && threadIdx.x == WORKERS + 32) load_add(results, waits, add, sizes);
+        if (threadIdx.x == WORKERS) load_panels<kind>(stages, waits, l, r, sizes, true);
+        if (threadIdx.x == WORKERS + 32) load_panels<kind>(stages, waits, l, r, sizes, false);
+        if (given.with_add && threadIdx.x == WORKERS + 64) load_add(result, waits, add, sizes);
     } else {
         take_registers<232>();
         int group = __shfl_sync(FULL_WARP, threadIdx.x / 128, 0);
-        real* result = results + group * TILE_SIZE;
         int steps = (sizes.length + 63) / 64, done = 0;  // tiles
         unsigned step = group * steps;
         for (int item = blockIdx.x / 2 + group * (gridDim.x / 2); item < sizes.items();
@@ -263,9 +268,13 @@ __device__ void symmetric_product(const Tiles& out, const Tiles& l, const Tiles&
                 if (kind != SYMMETRIC) s *= s;
                 terms.factor *= s, terms.share *= s, terms.diagonal *= s;
             }
-            if (terms.with_add) mbarrier_wait(waits.add_there[group], done % 2);
+            if (terms.with_add)
+                mbarrier_wait(waits.add_there[group], done % 2);
+            else
+                waits.wait_for_place(2 * done + group);
             finish(out, x, at, result, group, terms);
-            if (terms.with_add) warp_arrives(waits.result_read[group]);
+            result_free(group);
+            warp_arrives(waits.result_read[group]);
         }
         if (threadIdx.x % 128 == 0) stores_arrive();
     }
