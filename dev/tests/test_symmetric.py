@@ -260,4 +260,5 @@ def test_planted(folder, faults):
 def test_no_races():
     """No access is a race."""
     device = small_device(flags=f"-O1 -DHOPPER {races.FLAG}")
-    check("no races", wrong(device, "n=1,rows=136,columns=64", "n=1,rows=16,columns=136") == "")
+    sizes = "n=1,rows=136,columns=64", "n=1,rows=16,columns=136", "n=2,rows=136,columns=136"
+    check("no races", wrong(device, *sizes) == "")
