@@ -125,16 +125,18 @@ __device__ Pack<R> products(const real* __restrict__ weight, const float* rows, 
 }
 
 // The rows first, first + step, .. of a weight, for B rows. of_row(o) are the products with row o,
-// of B rows or more. Returns the first of the weight's rows that is beyond OC.
-template <class F>
-__device__ int linear(real* out, float* stream, const real* __restrict__ bias, int activation,
-                      int B, int OC, int first, int step, F of_row) {
+// of B rows or more. Number o of row r goes to.put(r * OC + o, o, y, to.before(r * OC + o)): what was
+// there before is loaded early. Returns the first of the weight's rows that is beyond OC.
+template <class To, class F>
+__device__ int linear(To& to, const real* __restrict__ bias, int activation, int B, int OC,
+                      int first, int step, F of_row) {
     int lane = threadIdx.x % 32, o = first;  // lane r ends row r
     for (; o < OC; o += step) {
         size_t at = (size_t)lane * OC + o;
-        float shift = 0.0f, before = 0.0f;  // loaded before they are needed
+        float shift = 0.0f;
+        decltype(to.before(at)) before = {};  // loaded before it is needed
         if (lane < B && bias) shift = to_float(bias[o]);
-        if (lane < B && stream) before = stream[at];
+        if (lane < B) before = to.before(at);
         decltype(of_row(o)) sum = {}, gates = {};
 #pragma unroll 1  // the code of of_row is long
         for (int row = o; row < (activation == SWIGLU ? 2 : 1) * OC; row += OC) {
@@ -149,11 +151,21 @@ __device__ int linear(real* out, float* stream, const real* __restrict__ bias, i
         y += shift;
         if (activation == GELU) y = gelu(y);
         if (activation == SWIGLU) y *= gate / (1.0f + exponential(-gate));
-        if (stream) stream[at] = before + y;
-        else from_float(out[at], y);
+        to.put(at, o, y, before);
     }
     return o;
 }
+
+// out = y; or unless it is null, stream += y.
+struct ToArrays {
+    real* out;
+    float* stream;
+    __device__ float before(size_t at) { return stream ? stream[at] : 0.0f; }
+    __device__ void put(size_t at, int, float y, float before) {
+        if (stream) stream[at] = before + y;
+        else from_float(out[at], y);
+    }
+};
 
 // For B <= 4 rows: y (B,OC) = rows (B,C) weight' + bias (OC), the latter unless null. The rows are
 // inp, or norm(x) unless x is null. Then stream (B,OC) += y, unless null; else out (B,OC) =
@@ -174,7 +186,8 @@ extern "C" __global__ void __launch_bounds__(256, 3) token_linear(
         prefetch(weight + (size_t)o * C + c);
     bring_rows(rows, inp, x, normw, normb, eps, B, C);
     auto multiply = [&](auto of_row) {
-        linear(out, stream, bias, activation, B, OC, o, gridDim.x * (blockDim.x / 32), of_row);
+        ToArrays to{out, stream};
+        linear(to, bias, activation, B, OC, o, gridDim.x * (blockDim.x / 32), of_row);
     };
     auto at = [&](int row) { return weight + (size_t)row * C; };
     if (B == 1) multiply([&](int row) { return products<1>(at(row), rows, C); });
@@ -185,37 +198,50 @@ extern "C" __global__ void __launch_bounds__(256, 3) token_linear(
 
 using Total = unsigned long long;
 
-// Add 1 to a count, so that who then reads it also sees what this thread's block wrote before; and
-// read it in this way. count_in_order does both, and returns what was there.
+// What blocks tell each other. count_in_order adds 1 to a count and returns what was there; the
+// other count becomes 0 after `last`. Who counts later also sees what this thread's block wrote
+// before. send and receive are for 8 bytes that arrive together, and that need no such order.
 #ifdef __CUDACC__
-__device__ int count_in_order(int* p) {
-    int before;
-    asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;" : "=r"(before) : "l"(p) : "memory");
-    return before;
-}
 __device__ Total count_in_order(Total* p) {
     Total before;
     asm volatile("atom.add.acq_rel.gpu.global.u64 %0, [%1], 1;" : "=l"(before) : "l"(p) : "memory");
     return before;
 }
-__device__ void release(Total* p) {
-    asm volatile("red.add.release.gpu.global.u64 [%0], 1;" ::"l"(p) : "memory");
+__device__ int count_in_order(int* p, int last) {
+    int before;
+    asm volatile("atom.inc.acq_rel.gpu.global.u32 %0, [%1], %2;"
+                 : "=r"(before) : "l"(p), "r"(last) : "memory");
+    return before;
 }
-__device__ Total acquire(const Total* p) {
+__device__ void send(Total* p, Total x) {
+    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(x) : "memory");
+}
+__device__ Total receive(const Total* p) {
     Total x;
-    asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(x) : "l"(p) : "memory");
+    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(x) : "l"(p) : "memory");
     return x;
 }
+__device__ void receive(const Total* p, Total& x, Total& y) {  // neighbours, the first at 16 bytes
+    asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
+                 : "=l"(x), "=l"(y) : "l"(p) : "memory");
+}
 #else
-template <class T>
-__device__ T count_in_order(T* p) {
+template <class T, class Count>
+__device__ T counted(Count count) {
     __threadfence();
-    T before = atomicAdd(p, T(1));
+    T before = count();
     __threadfence();
     return before;
 }
-__device__ void release(Total* p) { count_in_order(p); }
-__device__ Total acquire(const Total* p) { return *p; }
+__device__ Total count_in_order(Total* p) {
+    return counted<Total>([=] { return atomicAdd(p, Total(1)); });
+}
+__device__ int count_in_order(int* p, int last) {
+    return counted<int>([=] { return atomicInc((unsigned*)p, last); });
+}
+__device__ void send(Total* p, Total x) { *p = x; }
+__device__ Total receive(const Total* p) { return *p; }
+__device__ void receive(const Total* p, Total& x, Total& y) { x = p[0], y = p[1]; }
 #endif
 
 // ---- attention for one query a head ----
@@ -228,9 +254,9 @@ constexpr int AT_ONCE = GROUP < 4 ? GROUP : 4;  // heads of queries whose output
 
 // Number i of neighbouring heads at `head`. With `turn`, a position's row of RoPE's table, it is
 // rotated together with its neighbour: see turn_pairs in llama3.cu.
-__device__ float turned(const real* head, int i, const float* __restrict__ turn) {
-    if (!turn) return to_float(head[i]);
-    float x = to_float(head[i & ~1]), y = to_float(head[i | 1]);
+__device__ float turned(const float* head, int i, const float* __restrict__ turn) {
+    if (!turn) return head[i];
+    float x = head[i & ~1], y = head[i | 1];
     float cosine = turn[i % HS & ~1], sine = turn[i % HS | 1];
     return i % 2 ? x * sine + y * cosine : x * cosine - y * sine;
 }
@@ -248,50 +274,63 @@ __device__ void each_pack_of_head(F f) {
 // qkv (B,NH+2NKV,HS) has the query, key and value of a token at each sequence's position (B), where
 // key and value are written to keys and values (B,NKV,T,HS); rope (T,HS), unless null, turns query
 // and key. out (B,NH,HS) = weights v with weights = softmax(scale * q k'), over all keys up to the
-// position; with RELU, weights = max(0, scale * q k').
+// position; with RELU, weights = max(0, scale * q k'). qkv(i) reads a number, out(i, y) writes one.
 //
 // A block has a head: the heads of queries that share a head of keys; and CHUNK of the keys: chunks
 // beyond the position end at once. If several have keys, each leaves its sum in parts, with the
 // largest score and the sum of weights; the last of them to finish adds all up, in order. arrived
 // counts them: it begins as zeros and is left as zeros. Bound by memory: keys and values are read
 // once. `most` is how many chunks of a head parts has room for; q is shared memory. eager: load
-// all keys and values of a thread at once, as many as registers hold.
-template <int THREADS, bool eager>
-__device__ void attend(real* out, real* keys, real* values, float* parts, int* arrived,
-                       const real* qkv, const float* __restrict__ rope, const int* positions,
-                       float scale, int T, int NH, int head, int chunk, int most, float* q) {
+// all keys and values of a thread at once, as many as registers hold, before qkv is there.
+template <int THREADS, bool eager, class Qkv, class Out>
+__device__ void attend(Out out, real* keys, real* values, float* parts, int* arrived, Qkv qkv,
+                       const float* __restrict__ rope, const int* positions, float scale, int T,
+                       int NH, int head, int chunk, int most, float* q) {
     constexpr int MEMBERS = THREADS / LANES, WARPS = THREADS / 32;  // MEMBERS keys are read at once
     float* weights = q + GROUP * HS;       // q is (GROUP,HS), this (GROUP,CHUNK); scores at first
     float* of_warp = weights + GROUP * CHUNK;  // (WARPS,AT_ONCE,HS)
-    float* tops = of_warp + WARPS * AT_ONCE * HS;  // (GROUP)
+    float* raw = of_warp + WARPS * AT_ONCE * HS;  // (GROUP+2,HS): queries, key, value
+    real* newest = (real*)(raw + (GROUP + 2) * HS);  // (2,HS): key and value as they are stored
+    float* tops = raw + (GROUP + 4) * HS;  // (GROUP)
     float* sums = tops + GROUP;            // (GROUP)
     int NKV = NH / GROUP, b = head / NKV, kv = head % NKV, position = positions[b];
     int first = chunk * CHUNK, count = min(CHUNK, position + 1 - first);
     if (count <= 0) return;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, member = threadIdx.x / LANES;
-    const real* row = qkv + (size_t)b * (NH + 2 * NKV) * HS;
+    int own = position - first;  // the newest key's place here, or beyond
     const float* turn = rope ? rope + (size_t)position * HS : nullptr;
-    size_t start = (size_t)head * T * HS, newest = start + (size_t)position * HS;
-    for (int i = threadIdx.x; i < GROUP * HS; i += blockDim.x)
-        q[i] = scale * turned(row + (size_t)kv * GROUP * HS, i, turn);
-    for (int i = threadIdx.x; first + count == position + 1 && i < HS; i += blockDim.x) {
-        from_float(keys[newest + i], turned(row + (size_t)(NH + kv) * HS, i, turn));
-        values[newest + i] = row[(size_t)(NH + NKV + kv) * HS + i];
-    }
-    __syncthreads();
-
-    const real *k = keys + start + (size_t)first * HS, *v = values + start + (size_t)first * HS;
+    real *k = keys + ((size_t)head * T + first) * HS, *v = values + ((size_t)head * T + first) * HS;
     constexpr int EACH = CHUNK / MEMBERS;      // keys of a member
     constexpr bool EARLY = eager && EACH * PACKS <= 4;
     struct Pair { Stored<n, real> key, value; } early[EACH][PACKS];
+    auto load_pair = [&](int i, const real* key, const real* value) {
+        each_pack_of_head([&](int p, int c) {
+            early[i][p].key = *reinterpret_cast<const Stored<n, real>*>(key + c);
+            early[i][p].value = *reinterpret_cast<const Stored<n, real>*>(value + c);
+        });
+    };
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+        int s = member + i * MEMBERS;
+        if (EARLY && s < count && s != own) load_pair(i, k + (size_t)s * HS, v + (size_t)s * HS);
+    }
+    for (int i = threadIdx.x; i < (GROUP + 2) * HS; i += blockDim.x) {
+        int h = i / HS < GROUP ? kv * GROUP + i / HS : NH + (i / HS - GROUP) * NKV + kv;
+        raw[i] = qkv(((size_t)b * (NH + 2 * NKV) + h) * HS + i % HS);
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < GROUP * HS; i += blockDim.x) q[i] = scale * turned(raw, i, turn);
+    for (int i = threadIdx.x; own < CHUNK && i < HS; i += blockDim.x) {
+        from_float(newest[i], turned(raw + GROUP * HS, i, turn));
+        from_float(newest[HS + i], raw[(GROUP + 1) * HS + i]);
+        k[own * HS + i] = newest[i];
+        v[own * HS + i] = newest[HS + i];
+    }
+    __syncthreads();
+
 #pragma unroll
     for (int i = 0; i < EACH; i++)
-        if (EARLY && member + i * MEMBERS < count)
-            each_pack_of_head([&](int p, int c) {
-                size_t at = (size_t)(member + i * MEMBERS) * HS + c;
-                early[i][p].key = *reinterpret_cast<const Stored<n, real>*>(k + at);
-                early[i][p].value = *reinterpret_cast<const Stored<n, real>*>(v + at);
-            });
+        if (EARLY && member + i * MEMBERS == own) load_pair(i, newest, newest + HS);
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
         int s = member + i * MEMBERS;
@@ -325,7 +364,7 @@ __device__ void attend(real* out, real* keys, real* values, float* parts, int* a
     int chunks = position / CHUNK + 1;
     // a head's part: HS numbers, the largest score, the sum of weights
     float* part = parts + ((size_t)head * most + chunk) * GROUP * (HS + 2);
-    real* result = out + ((size_t)b * NH + (size_t)kv * GROUP) * HS;  // (GROUP,HS)
+    size_t result = ((size_t)b * NH + kv * GROUP) * HS;  // where out (GROUP,HS) begins
     for (int from = 0; from < GROUP; from += AT_ONCE) {
         Pack<n> sum[AT_ONCE][PACKS] = {};
         auto add = [&](int s, int p, int c, const real* at) {
@@ -362,7 +401,7 @@ __device__ void attend(real* out, real* keys, real* values, float* parts, int* a
             int g = from + i / HS;
             float x = 0.0f;
             for (int w = 0; w < WARPS; w++) x += of_warp[w * AT_ONCE * HS + i];
-            if (chunks == 1) from_float(result[from * HS + i], RELU ? x : x / sums[g]);
+            if (chunks == 1) out(result + from * HS + i, RELU ? x : x / sums[g]);
             else part[g * (HS + 2) + i % HS] = x;
         }
         __syncthreads();
@@ -374,11 +413,8 @@ __device__ void attend(real* out, real* keys, real* values, float* parts, int* a
         part[g * (HS + 2) + HS + 1] = sums[g];
     }
     __syncthreads();
-    __shared__ int last;
-    if (threadIdx.x == 0) {
-        last = count_in_order(arrived + head) == chunks - 1;
-        if (last) arrived[head] = 0;
-    }
+    __shared__ bool last;
+    if (threadIdx.x == 0) last = count_in_order(arrived + head, chunks - 1) == chunks - 1;
     __syncthreads();
     if (!last) return;
     const float* all = parts + (size_t)head * most * GROUP * (HS + 2);
@@ -393,7 +429,7 @@ __device__ void attend(real* out, real* keys, real* values, float* parts, int* a
             sum += factor * __ldcg(of + HS + 1);
             x += factor * __ldcg(of + i % HS);
         }
-        from_float(result[i], RELU ? x : x / sum);
+        out(result + i, RELU ? x : x / sum);
     }
 }
 
@@ -405,26 +441,47 @@ extern "C" __global__ void __launch_bounds__(256) token_attention(
     const real* __restrict__ qkv, const float* __restrict__ rope,
     const int* __restrict__ positions, float scale, int B, int T, int NH) {
     DYNAMIC_SHARED(float, q);
-    attend<256, false>(out, keys, values, parts, arrived, qkv, rope, positions, scale, T, NH,
-                       blockIdx.x, blockIdx.y, gridDim.y, q);
+    attend<256, false>([=](size_t i, float y) { from_float(out[i], y); }, keys, values, parts,
+                       arrived, [=](size_t i) { return to_float(qkv[i]); }, rope, positions, scale,
+                       T, NH, blockIdx.x, blockIdx.y, gridDim.y, q);
+}
+
+// ---- the likeliest token ----
+
+// Numbers as unsigned ones of the same order, of so many bits.
+constexpr int KEY_BITS = 8 * sizeof(real);
+__device__ unsigned key_of(float x) {
+    unsigned bits = __float_as_uint(x);
+    return (bits >> 31 ? ~bits : bits | 0x80000000) >> (32 - KEY_BITS);
+}
+// A logit, and below it its index, from behind: the largest is the first of the largest logits.
+__device__ Total candidate(unsigned i, float x) { return (Total)key_of(x) << 32 | ~i; }
+
+// A sequence's next token stands at the next position; drawn (steps,stride) lists the tokens.
+__device__ void draw(int* tokens, int* positions, int* drawn, int* at, int b, int stride,
+                     int token) {
+    tokens[b] = token;
+    positions[b]++;
+    drawn[at[b] * stride + b] = token;
+    at[b]++;
 }
 
 // ---- all layers for at most four rows, in one kernel ----
 
 // What token_pass reads and writes: kv_cache.py has the same names. Tensors that each layer has are
-// stacks (L,..). hidden (B,H) and activation are the MLP's; keys and values (L,rows,NKV,T,HS) begin
-// at the first of the B rows.
+// stacks (L,..). H and activation are the MLP's; keys and values (L,rows,NKV,T,HS) begin at the
+// first of the B rows. drawn is null unless the next tokens are drawn: see draw_tokens, which has
+// tokens, positions, drawn and at, too; best (B) is zeros.
 struct TokenPass {
     const real *wte, *wpe, *ln1w, *ln1b, *qkvw, *qkvb, *attprojw, *attprojb, *ln2w, *ln2b, *fcw;
     const real *fcb, *fcprojw, *fcprojb, *lnfw, *lnfb, *head;
     const float* rope;
-    const int *tokens, *positions;
-    float* residual;
-    real *qkv, *atty, *hidden, *logits, *keys, *values;
+    int *tokens, *positions, *drawn, *at;
+    real *logits, *keys, *values;
     float* parts;
     int* arrived;
-    unsigned long long* met;
-    int B, L, C, H, NH, T, Vp, rows, activation;
+    unsigned long long *words, *best, *ended;
+    int B, L, C, H, NH, T, V, Vp, rows, activation;
     float eps, scale;
 };
 
@@ -432,10 +489,9 @@ constexpr int THREADS = 512;  // of token_pass
 constexpr int AHEAD = 16;  // 16 bytes that each of them has on their way: kv_cache.py's
 constexpr int PHASES = 5;  // of a layer
 
-// A linear layer of the pass: out (B,OC), or the stream, from norm(stream) or inp (B,C).
+// A linear layer of the pass: numbers (B,OC) from (B,C), or from their norm.
 struct Product {
-    const real *weight, *bias, *normw, *normb, *inp;
-    real* out;  // or null: the stream
+    const real *weight, *bias, *normw, *normb;
     int activation, C, OC;
 };
 
@@ -448,18 +504,17 @@ __device__ const real* of_layer(const real* stack, int l, int size) {
 __device__ Product product_of(const TokenPass& p, int i) {
     int l = i / 4, C = p.C, H = p.H, QKV = (p.NH + 2 * (p.NH / GROUP)) * HS;
     int hidden = (p.activation == SWIGLU ? 2 : 1) * H;  // rows of fcw
-    if (l == p.L) return {p.head, nullptr, p.lnfw, p.lnfb, nullptr, p.logits, 0, C, p.Vp};
+    if (l == p.L) return {p.head, nullptr, p.lnfw, p.lnfb, 0, C, p.Vp};
     if (i % 4 == 0)
         return {p.qkvw + (size_t)l * QKV * C, of_layer(p.qkvb, l, QKV), p.ln1w + l * C,
-                of_layer(p.ln1b, l, C), nullptr, p.qkv, 0, C, QKV};
+                of_layer(p.ln1b, l, C), 0, C, QKV};
     if (i % 4 == 1)
-        return {p.attprojw + (size_t)l * C * C, of_layer(p.attprojb, l, C), nullptr, nullptr,
-                p.atty, nullptr, 0, C, C};
+        return {p.attprojw + (size_t)l * C * C, of_layer(p.attprojb, l, C), nullptr, nullptr, 0, C,
+                C};
     if (i % 4 == 2)
         return {p.fcw + (size_t)l * hidden * C, of_layer(p.fcb, l, H), p.ln2w + l * C,
-                of_layer(p.ln2b, l, C), nullptr, p.hidden, p.activation, C, H};
-    return {p.fcprojw + (size_t)l * C * H, of_layer(p.fcprojb, l, C), nullptr, nullptr, p.hidden,
-            nullptr, 0, H, C};
+                of_layer(p.ln2b, l, C), p.activation, C, H};
+    return {p.fcprojw + (size_t)l * C * H, of_layer(p.fcprojb, l, C), nullptr, nullptr, 0, H, C};
 }
 
 // The rows of all products are dealt out to the warps in turn, neighbours to different blocks, so
@@ -602,56 +657,115 @@ struct Weights {
     }
 };
 
+// A number that a phase hands to the next is a word of fp32 and a date, the number of the phase
+// since the first pass: they arrive together, so a block asks for the words that it needs until they
+// have the date. That takes one way to L2 and back; a count of the blocks that have come would take
+// another, and a fence. A phase that is launched alone finds all in place.
+struct Dates {
+    unsigned first;  // of the phases of this pass
+    unsigned mask;   // 0: do not look
+    __device__ bool late(Total word, int phase) const {
+        return ((unsigned)(word >> 32) ^ first + phase) & mask;
+    }
+    __device__ void hand(Total* to, float x, int phase) const {
+        send(to, (Total)(first + phase) << 32 | __float_as_uint(x));
+    }
+};
+__device__ float number_of(Total word) { return __uint_as_float((unsigned)word); }
+
+// A number that a phase has handed out.
+__device__ float take(const Total* from, const Dates& dates, int phase) {
+    Total word;
+    do word = receive(from);
+    while (dates.late(word, phase));
+    return number_of(word);
+}
+// Neighbours, for `count` values of k: f(k) is where. All are asked for before the first is needed.
+template <int count, class F>
+__device__ void take_pairs(Pack<2>* to, const Dates& dates, int phase, F f) {
+    bool late;
+    do {
+        late = false;
+#pragma unroll
+        for (int k = 0; k < count; k++)
+            if (const Total* from = f(k)) {
+                Total x, y;
+                receive(from, x, y);
+                to[k] = {number_of(x), number_of(y)};
+                late |= dates.late(x, phase) || dates.late(y, phase);
+            }
+    } while (late);
+}
+
+// rows, in shared memory, are `count` numbers.
+__device__ void take_rows(float* rows, const Total* from, const Dates& dates, int phase,
+                          int count) {
+    constexpr int loads = 4;
+    for (int start = 2 * threadIdx.x; start < count; start += loads * 2 * THREADS) {
+        Pack<2> v[loads];
+        auto at = [&](int k) { return start + k * 2 * THREADS; };
+        take_pairs<loads>(v, dates, phase,
+                          [&](int k) { return at(k) < count ? from + at(k) : nullptr; });
+#pragma unroll
+        for (int k = 0; k < loads; k++)
+            if (at(k) < count) store(rows + at(k), v[k]);
+    }
+    __syncthreads();
+}
+
 // rows (B,C), in shared memory, with B <= R: the norm of x (B,C), as bring_rows makes it, but for
-// the order of sums. A warp has 128 columns of a row, four a lane, which stay in registers. The
-// sums of 128 are added up in order: so a row has the same bits among others as alone.
+// the order of sums. A warp has 64 columns of a row, two a lane, which stay in registers. The sums
+// of 64 are added up in order: so a row has the same bits among others as alone.
 template <int R>
-__device__ void norm_rows(float* rows, const float* x, const real* __restrict__ normw,
-                          const real* __restrict__ normb, float eps, int B) {
-    constexpr int C = CHANNELS, parts = (C + 127) / 128, warps = THREADS / 32;
+__device__ void norm_rows(float* rows, const Total* x, const Dates& dates, int phase,
+                          const real* __restrict__ normw, const real* __restrict__ normb,
+                          float eps, int B) {
+    constexpr int C = CHANNELS, parts = (C + 63) / 64, warps = THREADS / 32;
     constexpr int tasks = (R * parts + warps - 1) / warps;  // of a warp
     __shared__ float sums[2][R * parts];
-    int warp = threadIdx.x / 32, column = 4 * (threadIdx.x % 32);
-    Pack<4> v[tasks] = {}, w[tasks] = {}, shift[tasks] = {};
+    int warp = threadIdx.x / 32, column = 2 * (threadIdx.x % 32);
+    Pack<2> v[tasks] = {}, w[tasks] = {}, shift[tasks] = {};
     auto each = [&](auto f) {  // f(task, its sums' place, its row, its column)
 #pragma unroll
         for (int k = 0; k < tasks; k++) {
-            int part = warp + k * warps, row = part / parts, c = part % parts * 128 + column;
+            int part = warp + k * warps, row = part / parts, c = part % parts * 64 + column;
             if (part < B * parts) f(k, part, row, c);
         }
     };
     auto of_row = [&](const float* sums, int row) {
         float sum = 0.0f;
+#pragma unroll
         for (int i = 0; i < parts; i++) sum += sums[row * parts + i];
         return sum / C;
     };
     each([&](int k, int part, int row, int c) {
         if (c >= C) return;
-        v[k] = load<4>(x + row * C + c);
-        w[k] = load<4>(normw + c);
-        if (normb) shift[k] = load<4>(normb + c);
+        w[k] = load<2>(normw + c);
+        if (normb) shift[k] = load<2>(normb + c);
+    });
+    take_pairs<tasks>(v, dates, phase, [&](int k) -> const Total* {
+        int part = warp + k * warps, c = part % parts * 64 + column;
+        return part < B * parts && c < C ? x + part / parts * C + c : nullptr;
     });
     if (normb) {
         each([&](int k, int part, int row, int c) {
-            float sum = warp_sum((v[k][0] + v[k][1]) + (v[k][2] + v[k][3]));
+            float sum = warp_sum(v[k][0] + v[k][1]);
             if (column == 0) sums[0][part] = sum;
         });
         __syncthreads();
         each([&](int k, int part, int row, int c) {
             float mean = of_row(sums[0], row);
-            for (int j = 0; j < 4; j++) v[k][j] -= mean;
+            for (int j = 0; j < 2; j++) v[k][j] -= mean;
         });
     }
     each([&](int k, int part, int row, int c) {
-        float sum = 0.0f;
-        for (int j = 0; j < 4; j++) sum += c < C ? v[k][j] * v[k][j] : 0.0f;
-        sum = warp_sum(sum);
+        float sum = warp_sum(c < C ? v[k][0] * v[k][0] + v[k][1] * v[k][1] : 0.0f);
         if (column == 0) sums[1][part] = sum;
     });
     __syncthreads();
     each([&](int k, int part, int row, int c) {
         float rstd = 1.0f / sqrtf(of_row(sums[1], row) + eps);
-        for (int j = 0; j < 4; j++) {
+        for (int j = 0; j < 2; j++) {
             real rounded;
             from_float(rounded, v[k][j] * rstd * w[k][j] + shift[k][j]);
             v[k][j] = to_float(rounded);
@@ -661,23 +775,31 @@ __device__ void norm_rows(float* rows, const float* x, const real* __restrict__ 
     __syncthreads();
 }
 
-// Meetings of all blocks, after each of which they see what the others wrote before it. A block
-// adds one to a count, which grows for ever: all have come when it reaches the next multiple of
-// their number. They must all be on the GPU at once; on a CPU there may be only one.
-struct Meetings {
-    Total* met;
-    Total& all;  // what met is when all have come, or 0; in shared memory, for thread 0
+// Where a product's numbers go: words that the next phase reads; or, unless null, logits.
+struct ToWords {
+    const Dates& dates;
+    int now, old;  // this phase; and, unless negative, the one that wrote what numbers are added to
+    Total* words;
+    real* logits;
+    int V;
+    Total* best;  // of this warp and row, as likeliest has it
 
-    __device__ void come() {
-        __syncthreads();
-        if (threadIdx.x > 0) return;
-        if (all == 0) all = (count_in_order(met) / gridDim.x + 1) * gridDim.x;
-        else release(met), all += gridDim.x;
-    }
-    __device__ void wait() {
-        if (threadIdx.x == 0)
-            while (acquire(met) < all) {}
-        __syncthreads();
+    __device__ Total before(size_t at) { return old < 0 ? 0 : receive(words + at); }
+    __device__ void put(size_t at, int o, float y, Total before) {
+        if (old >= 0) {
+            while (dates.late(before, old)) before = receive(words + at);
+            dates.hand(words + at, number_of(before) + y, now);
+            return;
+        }
+        real rounded;
+        from_float(rounded, y);
+        if (!logits) {
+            dates.hand(words + at, to_float(rounded), now);
+            return;
+        }
+        logits[at] = rounded;
+        Total found = candidate(o, to_float(rounded));
+        if (o < V && found > *best) *best = found;
     }
 };
 
@@ -689,14 +811,17 @@ __device__ void prefetch_all(const real* numbers, size_t size) {
 
 // A token's pass for B <= R sequences, from tokens and positions (B) to logits (B,Vp): all that
 // token_embedding, token_linear and token_attention do. Phase 0 embeds; a layer has a phase for
-// qkv, attention, attproj, fc and fcproj; the last is the head. Between phases all blocks meet,
-// which takes a fifth of the time from a launch to the next. Bound by memory in the head, else by
-// latency: weights are read without a break, because they do not depend on what the blocks wait
+// qkv, attention, attproj, fc and fcproj; the last is the head. Bound by memory in the head, else
+// by latency: weights are read without a break, because they do not depend on what the blocks wait
 // for, and what else a phase reads is brought to L2 a phase ahead.
 //
-// Phases from..to-1 run. ring is shared memory: places for weights on their way, and behind them
-// the rows that a product reads, or attention's numbers. Items: blocks, at most as many as the GPU
-// has multiprocessors.
+// Phases from..to-1 run: all, or one. All blocks must be on the GPU at once, since they wait for
+// each other; on a CPU there may be only one if there are several phases. No block is so far ahead
+// that it overwrites what another still reads: each number of a phase depends on all of those
+// before. But a block without a row of a product does not wait for what it multiplies.
+//
+// ring is shared memory: places for weights on their way, and behind them the rows that a product
+// reads, or attention's numbers. Items: blocks, at most as many as the GPU has multiprocessors.
 template <int R>
 __device__ void run_phases(const TokenPass& p, int from, int to, float* ring) {
     float* rows = ring + AHEAD * THREADS * 4;
@@ -705,14 +830,19 @@ __device__ void run_phases(const TokenPass& p, int from, int to, float* ring) {
         return phase == 0 ? 0 : 4 * l + part - (part > 1);
     };
     int NKV = p.NH / GROUP, C = p.C, own = blockIdx.x * THREADS + threadIdx.x;
+    int phases = 2 + PHASES * p.L;
     auto layer = [&](int l) { return (size_t)l * p.rows * NKV * p.T * HS; };  // its keys' place
+    Total *stream = p.words, *atty = stream + p.B * C, *hidden = atty + p.B * C;  // (B,C), (B,H)
+    Total* qkv = hidden + p.B * p.H;  // (B,NH+2NKV,HS)
     int first = first_row(p, products_before(from));  // of this warp, of the next product
     Weights weights(p, (real*)ring, products_before(from));
-    __shared__ Total all;
-    if (threadIdx.x == 0) all = 0;
-    Meetings meetings{p.met, all};
+    // Each block counts its end, so that the sum is what it was, in multiples of them, until then.
+    Dates dates{(unsigned)(receive(p.ended) / gridDim.x) * phases, to - from > 1 ? ~0u : 0};
+    __shared__ Total best[THREADS / 32][R];  // candidates for the next tokens
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (lane < R) best[warp][lane] = 0;
+    ToWords out{dates, 0, 0, nullptr, nullptr, p.V, best[warp] + lane};
     for (int phase = from; phase < to; phase++) {
-        if (phase > from) meetings.come();
         int l = (phase - 1) / PHASES, part = phase == 0 || l == p.L ? -1 : (phase - 1) % PHASES;
         int i = products_before(phase);
         Product now = product_of(p, i), next = product_of(p, min(i + 1, 4 * p.L));
@@ -730,32 +860,58 @@ __device__ void run_phases(const TokenPass& p, int from, int to, float* ring) {
                 prefetch(p.values + at);
             }
         }
-        if (phase > from) meetings.wait();
+        bool multiplies = phase > 0 && part != 1;
+        // shared memory is free from here on
+        bool any = __syncthreads_or(multiplies && first < now.OC);
         if (phase == 0) {
             int threads = gridDim.x * THREADS, packs = C / 4;
             for (int k = own; k < p.B * packs; k += threads) {
                 int row = k / packs, c = 4 * (k % packs);
                 Pack<4> sum = load<4>(p.wte + (size_t)p.tokens[row] * C + c);
                 if (p.wpe) sum = sum + load<4>(p.wpe + (size_t)p.positions[row] * C + c);
-                store(p.residual + (size_t)row * C + c, sum);
+                for (int j = 0; j < 4; j++) dates.hand(stream + row * C + c + j, sum[j], phase);
             }
         } else if (part == 1) {
             int heads = p.B * NKV, chunks = (p.T + CHUNK - 1) / CHUNK;
             for (int k = blockIdx.x; k < heads * chunks; k += gridDim.x) {
-                attend<THREADS, R == 1>(p.atty, p.keys + layer(l), p.values + layer(l), p.parts,
-                                        p.arrived, p.qkv, p.rope, p.positions, p.scale, p.T, p.NH,
-                                        k % heads, k / heads, chunks, rows);
+                attend<THREADS, R == 1>(
+                    [&](size_t i, float y) {
+                        real rounded;
+                        from_float(rounded, y);
+                        dates.hand(atty + i, to_float(rounded), phase);
+                    },
+                    p.keys + layer(l), p.values + layer(l), p.parts, p.arrived,
+                    [&](size_t i) { return take(qkv + i, dates, phase - 1); }, p.rope, p.positions,
+                    p.scale, p.T, p.NH, k % heads, k / heads, chunks, rows);
                 __syncthreads();  // the next reuses shared memory
             }
-        } else {
-            if (now.inp) bring_rows(rows, now.inp, nullptr, nullptr, nullptr, 0.0f, p.B, now.C);
-            else norm_rows<R>(rows, p.residual, now.normw, now.normb, p.eps, p.B);
-            first = linear(now.out, now.out ? nullptr : p.residual, now.bias, now.activation, p.B,
-                           now.OC, first, gridDim.x * (THREADS / 32),
+        } else if (any) {
+            out.now = phase, out.old = part == 2 ? phase - 3 : part == 4 ? phase - 2 : -1;
+            out.words = part == 0 ? qkv : part == 3 ? hidden : stream;
+            out.logits = part < 0 ? p.logits : nullptr;
+            if (now.normw) norm_rows<R>(rows, stream, dates, phase - 1, now.normw, now.normb, p.eps,
+                                        p.B);
+            else take_rows(rows, part == 2 ? atty : hidden, dates, phase - 1, p.B * now.C);
+            first = linear(out, now.bias, now.activation, p.B, now.OC, first,
+                           gridDim.x * (THREADS / 32),
                            [&](int) { return weights.products<R>(rows, now.C); });
-            first -= now.OC;
         }
+        if (multiplies) first -= now.OC;
     }
+
+    // The likeliest tokens of the block, and then of all blocks: the last to end draws them.
+    __shared__ bool last;
+    int b = threadIdx.x;
+    __syncthreads();
+    if (p.drawn && b < p.B) {
+        for (int i = 1; i < THREADS / 32; i++) best[0][b] = max(best[0][b], best[i][b]);
+        atomicMax(p.best + b, best[0][b]);
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) last = count_in_order(p.ended) % gridDim.x == gridDim.x - 1;
+    __syncthreads();
+    if (p.drawn && last && b < p.B)
+        draw(p.tokens, p.positions, p.drawn, p.at, b, p.rows, ~(unsigned)atomicExch(p.best + b, 0));
 }
 
 // Turing has too little shared memory for it.
@@ -788,13 +944,6 @@ extern "C" __global__ void keep_keys(real* __restrict__ keys, real* __restrict__
 }
 
 // ---- the next token ----
-
-// Numbers as unsigned ones of the same order, of so many bits.
-constexpr int KEY_BITS = 8 * sizeof(real);
-__device__ unsigned key_of(float x) {
-    unsigned bits = __float_as_uint(x);
-    return (bits >> 31 ? ~bits : bits | 0x80000000) >> (32 - KEY_BITS);
-}
 
 // A row of V logits.
 struct Logits {
@@ -831,10 +980,10 @@ __device__ Total total(const Logits& logits, F f) {
 // The first i at which logits are largest, in all threads.
 __device__ int likeliest(const Logits& logits) {
     __shared__ Total of_warp[32];
-    Total best = 0;  // the logit, and below it the index, from behind
+    Total best = 0;
     auto take = [&](Total other) { best = other > best ? other : best; };
     logits.each(0, logits.V, threadIdx.x, blockDim.x,
-                [&](unsigned i, float x) { take((Total)key_of(x) << 32 | ~i); });
+                [&](int i, float x) { take(candidate(i, x)); });
     for (int distance = 16; distance > 0; distance /= 2)
         take(__shfl_xor_sync(FULL_WARP, best, distance));
     if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = best;
@@ -940,11 +1089,7 @@ extern "C" __global__ void __launch_bounds__(1024) draw_tokens(
         Total target = (double)coins[at[b] * stride + b] * total(row, weight);
         token = first_beyond(target, row, weight);
     }
-    if (threadIdx.x > 0) return;
-    tokens[b] = token;
-    positions[b]++;
-    drawn[at[b] * stride + b] = token;
-    at[b]++;
+    if (threadIdx.x == 0) draw(tokens, positions, drawn, at, b, stride, token);
 }
 
 }  // namespace kv_cache

@@ -45,9 +45,9 @@ TOKEN_PASS = np.dtype([
     *((name, np.uint64) for name in (
         "wte", "wpe", "ln1w", "ln1b", "qkvw", "qkvb", "attprojw", "attprojb", "ln2w", "ln2b",
         "fcw", "fcb", "fcprojw", "fcprojb", "lnfw", "lnfb", "head", "rope", "tokens", "positions",
-        "residual", "qkv", "atty", "hidden", "logits", "keys", "values", "parts", "arrived",
-        "met")),
-    *((name, np.int32) for name in ("B", "L", "C", "H", "NH", "T", "Vp", "rows", "activation")),
+        "drawn", "at", "logits", "keys", "values", "parts", "arrived", "words", "best", "ended")),
+    *((name, np.int32) for name in (
+        "B", "L", "C", "H", "NH", "T", "V", "Vp", "rows", "activation")),
     ("eps", np.float32), ("scale", np.float32)], align=True)
 
 
@@ -58,6 +58,10 @@ def cache_table(c, rows, T, real):
     HS = c.C // c.NH
     each = dict(dtype=real, layers=c.L)
     parts = rows * c.NH * ceil_div(T, CHUNK) * (HS + 2)
+    layers = [row._replace(layers=0, shape=(T, HS) if row.name == "rope" else row.shape)
+              for row in c.activation_table(rows, 1, real)]
+    handed = sum(row.size for row in layers
+                 if row.name in ("residual", "qkv", "atty", "fch_gelu", "fch_swiglu"))
     own = [
         Row("keys", (rows, NKV, T, HS), **each),
         Row("values", (rows, NKV, T, HS), **each),
@@ -68,16 +72,17 @@ def cache_table(c, rows, T, real):
         Row("at", (rows,), np.int32),  # the next coin
         Row("parts", (parts,)),  # of attention's sums
         Row("arrived", (rows * NKV,), np.int32),
-        Row("met", (1,), np.uint64),  # how often a block of token_pass has come to a meeting
+        Row("words", (handed,), np.uint64),  # what phases of token_pass hand on, with its date
+        Row("best", (rows,), np.uint64),  # the likeliest token so far, while it is looked for
+        Row("ended", (1,), np.uint64),  # how many blocks of token_pass have ended
     ]
-    return [*own, *(row._replace(layers=0, shape=(T, HS) if row.name == "rope" else row.shape)
-                    for row in c.activation_table(rows, 1, real))]
+    return [*own, *layers]
 
 
 def shared_of_attention(group, HS, warps=8):
-    """The shared memory of token_attention in bytes: queries, weights, the sums of warps, and two
-    numbers of each head."""
-    return 4 * (group * (HS + CHUNK + 2) + warps * min(group, 4) * HS)
+    """The shared memory of token_attention in bytes: queries, weights, the sums of warps, what is
+    read and what is kept of a token, and two numbers of each head."""
+    return 4 * (group * (2 * HS + CHUNK + 2) + 4 * HS + warps * min(group, 4) * HS)
 
 
 def shared_of_pass(rows, widest, group, HS):
@@ -266,6 +271,9 @@ class Cached:
     def pass_and_draw(self, *settings):
         """A token's pass, and the draw of the next token."""
         now, cache, c = self.now, self.cache, self.config
+        if self.in_one and now.few and settings[0] == 0:
+            self.run_phases(0, 2 + PHASES * c.L, cache.drawn)
+            return
         self.pass_of_token()
         self.device.launch("draw_tokens", now.count, now.tokens, now.positions, cache.drawn, now.at,
                            cache.coins, now.logits, *settings, c.V, c.Vp, self.rows)
@@ -307,7 +315,7 @@ class Cached:
         count = rows.stop - rows.start
         self.device.put(cache.tokens[rows], tokens)
         self.device.put(cache.positions[rows], positions)
-        whole = {"keys", "values", "parts", "arrived", "rope", "coins", "drawn"}
+        whole = {"keys", "values", "parts", "arrived", "rope", "coins", "drawn", "words", "ended"}
         self.now = SimpleNamespace(
             rows=rows, count=count, few=count <= self.few,
             **{name: array[:count] for name, array in vars(cache).items() if name not in whole})
@@ -335,23 +343,24 @@ class Cached:
             self.token_layer(l, weights)
         self.norm_and_linear(now.logits, p.lnfw, getattr(p, "lnfb", None), self.head)
 
-    def run_phases(self, first, end):
-        """Launch token_pass for some of its phases: the embedding, PHASES of each layer, the
-        head."""
+    def run_phases(self, first, end, drawn=None):
+        """Launch token_pass for one of its phases or all: the embedding, PHASES of each layer, the
+        head. With `drawn` it draws the likeliest tokens, too."""
         blocks = self.device.multiprocessors if self.device.name == "cuda" else self.blocks_on_cpu
         kernel = "token_pass_alone" if self.now.count == 1 else "token_pass"
-        self.device.launch(kernel, blocks, self.describe_pass(), first, end, threads=THREADS,
+        self.device.launch(kernel, blocks, self.describe_pass(drawn), first, end, threads=THREADS,
                            shared=self.shared)
 
-    def describe_pass(self):
+    def describe_pass(self, drawn):
         """The struct TokenPass, for CuPy one number, passed by value."""
         now, c, p, rows = self.now, self.config, vars(self.params), self.now.rows
         hidden = getattr(now, self.HIDDEN)
         given = p | vars(now) | dict(
-            head=self.head, hidden=hidden, rope=getattr(self.cache, "rope", None),
-            parts=self.cache.parts, arrived=self.cache.arrived, met=self.cache.met,
-            keys=self.cache.keys[0, rows], values=self.cache.values[0, rows], B=now.count, L=c.L,
-            C=c.C, H=hidden.shape[-1], NH=c.NH, T=self.T, Vp=now.logits.shape[-1], rows=self.rows,
+            head=self.head, rope=getattr(self.cache, "rope", None), drawn=drawn,
+            parts=self.cache.parts, arrived=self.cache.arrived, words=self.cache.words,
+            ended=self.cache.ended, keys=self.cache.keys[0, rows],
+            values=self.cache.values[0, rows], B=now.count, L=c.L, C=c.C, H=hidden.shape[-1],
+            NH=c.NH, T=self.T, V=c.V, Vp=now.logits.shape[-1], rows=self.rows,
             activation=self.ACTIVATION, eps=self.eps, scale=self.scale)
         made = np.zeros(1, TOKEN_PASS)
         for name, (kind, _) in TOKEN_PASS.fields.items():
