@@ -534,40 +534,33 @@ __device__ int first_row(const TokenPass& p, int i) {
 // to six cycles for the one before; so what can be done while others are waited for is done then.
 struct Weights {
     static constexpr int STEP = 32 * W, DEPTH = 4;  // a place's numbers; places waited for at once
-    const TokenPass& p;
     real* places;            // this lane's: one every W * THREADS numbers
-    int i;                   // the product that is copied: 4 * p.L + 1 when all are
+    const Product *product, *end;  // what is copied, of all that are
     unsigned place = 0;      // what is used next, and then copied to
     int freed = AHEAD;       // places from there on that have been used
-    const real *weight, *from;  // the product's; this lane's next 16 bytes
-    int OC, C;               // its rows, and their numbers
+    const real* from;        // this lane's next 16 bytes
     int row, left;           // copied now; numbers of it that are left
     bool gate = false;       // whether the row is one of SwiGLU's gates
 
-    __device__ Weights(const TokenPass& p, real* places, int first)
-        : p(p), places(places + W * threadIdx.x), i(first), row(first_row(p, first)) {
-        open();
+    __device__ Weights(real* places, const Product* first, const Product* end, int row)
+        : places(places + W * threadIdx.x), product(first), end(end), row(row) {
         find_row();
         refill();
     }
-    __device__ void open() {
-        Product product = product_of(p, i);
-        weight = product.weight, OC = product.OC, C = product.C;
-    }
     // Go to `row`, which may be one of a later product.
     __device__ void find_row() {
-        while (row >= OC && i <= 4 * p.L) {
-            row -= OC;
-            if (++i <= 4 * p.L) open();
-        }
-        from = weight + (size_t)row * C + W * (threadIdx.x % 32);
-        left = C;
+        while (product < end && row >= product->OC) row -= product++->OC;
+        if (product < end) open(row);
+    }
+    __device__ void open(int row) {
+        from = product->weight + (size_t)row * product->C + W * (threadIdx.x % 32);
+        left = product->C;
     }
     // Start the copies to all free places.
     __device__ void refill() {
 #pragma unroll 1
         for (; freed > 0; freed--) {
-            if (i <= 4 * p.L) {
+            if (product < end) {
                 copy16(places + place * (W * THREADS), from, W * (threadIdx.x % 32) < left);
                 from += STEP, left -= STEP;
                 if (left <= 0) next_row();
@@ -577,11 +570,9 @@ struct Weights {
         }
     }
     __device__ void next_row() {
-        gate = p.activation == SWIGLU && i % 4 == 2 && i < 4 * p.L && !gate;
-        if (gate) {
-            from = weight + (size_t)(OC + row) * C + W * (threadIdx.x % 32);
-            left = C;
-        } else {
+        gate = product->activation == SWIGLU && !gate;
+        if (gate) open(product->OC + row);
+        else {
             row += gridDim.x * (THREADS / 32);
             find_row();
         }
@@ -820,11 +811,15 @@ __device__ void prefetch_all(const real* numbers, size_t size) {
 // that it overwrites what another still reads: each number of a phase depends on all of those
 // before. But a block without a row of a product does not wait for what it multiplies.
 //
-// ring is shared memory: places for weights on their way, and behind them the rows that a product
-// reads, or attention's numbers. Items: blocks, at most as many as the GPU has multiprocessors.
+// ring is shared memory: places for weights on their way, the list of products, and behind it the
+// rows that a product reads, or attention's numbers. Items: blocks, at most as many as the GPU has multiprocessors.
 template <int R>
 __device__ void run_phases(const TokenPass& p, int from, int to, float* ring) {
-    float* rows = ring + AHEAD * THREADS * 4;
+    Product* products = (Product*)(ring + AHEAD * THREADS * 4);  // all, which cost a while to find
+    int count = 4 * p.L + 1;
+    float* rows = (float*)(products + count);
+    for (int i = threadIdx.x; i < count; i += THREADS) products[i] = product_of(p, i);
+    __syncthreads();
     auto products_before = [&](int phase) {  // how many are in earlier phases
         int l = (phase - 1) / PHASES, part = (phase - 1) % PHASES;
         return phase == 0 ? 0 : 4 * l + part - (part > 1);
@@ -832,12 +827,17 @@ __device__ void run_phases(const TokenPass& p, int from, int to, float* ring) {
     int NKV = p.NH / GROUP, C = p.C, own = blockIdx.x * THREADS + threadIdx.x;
     int phases = 2 + PHASES * p.L;
     auto layer = [&](int l) { return (size_t)l * p.rows * NKV * p.T * HS; };  // its keys' place
-    Total *stream = p.words, *atty = stream + p.B * C, *hidden = atty + p.B * C;  // (B,C), (B,H)
-    Total* qkv = hidden + p.B * p.H;  // (B,NH+2NKV,HS)
+    // where the words begin of the stream and attention's output (B,C), the MLP's hidden channels
+    // (B,H), and qkv (B,NH+2NKV,HS)
+    constexpr int STREAM = 0, ATTY = 1, HIDDEN = 2, QKV = 3;
+    auto words = [&](int what) {
+        return p.words + p.B * (min(what, HIDDEN) * C + (what == QKV) * p.H);
+    };
     int first = first_row(p, products_before(from));  // of this warp, of the next product
-    Weights weights(p, (real*)ring, products_before(from));
-    // Each block counts its end, so that the sum is what it was, in multiples of them, until then.
-    Dates dates{(unsigned)(receive(p.ended) / gridDim.x) * phases, to - from > 1 ? ~0u : 0};
+    Weights weights((real*)ring, products + products_before(from), products + count, first);
+    // Each block counts its end: until then the sum has the same multiple of blocks. Words begin as
+    // zeros, which is no date.
+    Dates dates{(unsigned)(receive(p.ended) / gridDim.x) * phases + 1, to - from > 1 ? ~0u : 0};
     __shared__ Total best[THREADS / 32][R];  // candidates for the next tokens
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (lane < R) best[warp][lane] = 0;
@@ -845,7 +845,7 @@ __device__ void run_phases(const TokenPass& p, int from, int to, float* ring) {
     for (int phase = from; phase < to; phase++) {
         int l = (phase - 1) / PHASES, part = phase == 0 || l == p.L ? -1 : (phase - 1) % PHASES;
         int i = products_before(phase);
-        Product now = product_of(p, i), next = product_of(p, min(i + 1, 4 * p.L));
+        const Product &now = products[i], &next = products[min(i + 1, count - 1)];
         weights.refill();
         prefetch_all(next.normw, next.C);
         prefetch_all(next.normb, next.C);
@@ -869,7 +869,7 @@ __device__ void run_phases(const TokenPass& p, int from, int to, float* ring) {
                 int row = k / packs, c = 4 * (k % packs);
                 Pack<4> sum = load<4>(p.wte + (size_t)p.tokens[row] * C + c);
                 if (p.wpe) sum = sum + load<4>(p.wpe + (size_t)p.positions[row] * C + c);
-                for (int j = 0; j < 4; j++) dates.hand(stream + row * C + c + j, sum[j], phase);
+                for (int j = 0; j < 4; j++) dates.hand(words(STREAM) + row * C + c + j, sum[j], phase);
             }
         } else if (part == 1) {
             int heads = p.B * NKV, chunks = (p.T + CHUNK - 1) / CHUNK;
@@ -878,20 +878,20 @@ __device__ void run_phases(const TokenPass& p, int from, int to, float* ring) {
                     [&](size_t i, float y) {
                         real rounded;
                         from_float(rounded, y);
-                        dates.hand(atty + i, to_float(rounded), phase);
+                        dates.hand(words(ATTY) + i, to_float(rounded), phase);
                     },
                     p.keys + layer(l), p.values + layer(l), p.parts, p.arrived,
-                    [&](size_t i) { return take(qkv + i, dates, phase - 1); }, p.rope, p.positions,
+                    [&](size_t i) { return take(words(QKV) + i, dates, phase - 1); }, p.rope, p.positions,
                     p.scale, p.T, p.NH, k % heads, k / heads, chunks, rows);
                 __syncthreads();  // the next reuses shared memory
             }
         } else if (any) {
             out.now = phase, out.old = part == 2 ? phase - 3 : part == 4 ? phase - 2 : -1;
-            out.words = part == 0 ? qkv : part == 3 ? hidden : stream;
+            out.words = words(part == 0 ? QKV : part == 3 ? HIDDEN : STREAM);
             out.logits = part < 0 ? p.logits : nullptr;
-            if (now.normw) norm_rows<R>(rows, stream, dates, phase - 1, now.normw, now.normb, p.eps,
+            if (now.normw) norm_rows<R>(rows, words(STREAM), dates, phase - 1, now.normw, now.normb, p.eps,
                                         p.B);
-            else take_rows(rows, part == 2 ? atty : hidden, dates, phase - 1, p.B * now.C);
+            else take_rows(rows, words(part == 2 ? ATTY : HIDDEN), dates, phase - 1, p.B * now.C);
             first = linear(out, now.bias, now.activation, p.B, now.OC, first,
                            gridDim.x * (THREADS / 32),
                            [&](int) { return weights.products<R>(rows, now.C); });

@@ -39,6 +39,7 @@ GELU, SWIGLU = 1, 2  # activations of token_linear
 THREADS = 512  # of a block of token_pass
 WEIGHTS_AHEAD = 16  # 16 bytes of weights that each of them has under way
 PHASES = 5  # of a layer in token_pass
+PRODUCT = 48  # bytes that describe a product there
 
 # The struct of kv_cache.cu
 TOKEN_PASS = np.dtype([
@@ -85,12 +86,12 @@ def shared_of_attention(group, HS, warps=8):
     return 4 * (group * (2 * HS + CHUNK + 2) + 4 * HS + warps * min(group, 4) * HS)
 
 
-def shared_of_pass(rows, widest, group, HS):
-    """The shared memory of token_pass in bytes: the weights under way, and behind them the rows of
-    the widest product, or what attention needs."""
+def shared_of_pass(rows, layers, widest, group, HS):
+    """The shared memory of token_pass in bytes: the weights under way, its products, and behind
+    them the rows of the widest one, or what attention needs."""
     rows = 1 if rows == 1 else 4  # as it is compiled for
-    return 16 * THREADS * WEIGHTS_AHEAD + max(4 * rows * widest,
-                                              shared_of_attention(group, HS, THREADS // 32))
+    return 16 * THREADS * WEIGHTS_AHEAD + PRODUCT * (4 * layers + 1) + max(
+        4 * rows * widest, shared_of_attention(group, HS, THREADS // 32))
 
 
 def batches_of(coins, count):
@@ -148,7 +149,8 @@ class Cached:
         self.added = None  # what the next norm adds to the stream, in a pass of many rows
         self.eps = getattr(config, "eps", 1e-5)  # under the norms' root
         self.token_graphs = {}
-        self.shared = shared_of_pass(min(self.rows, self.few), self.widest_of(config, device, T),
+        self.shared = shared_of_pass(min(self.rows, self.few), config.L,
+                                     self.widest_of(config, device, T),
                                      config.NH // self.cache.keys.shape[2], config.C // config.NH)
         # Always or never: then a text alone has the bits that it has among others.
         self.in_one = device.name == "cuda" and self.shared <= device.max_shared
