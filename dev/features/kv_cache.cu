@@ -198,15 +198,10 @@ extern "C" __global__ void __launch_bounds__(256, 3) token_linear(
 
 using Total = unsigned long long;
 
-// What blocks tell each other. count_in_order adds 1 to a count and returns what was there; the
-// other count becomes 0 after `last`. Who counts later also sees what this thread's block wrote
-// before. send and receive are for 8 bytes that arrive together, and that need no such order.
+// What blocks tell each other. count_in_order adds 1 to a count, which becomes 0 after `last`, and
+// returns what was there. Who counts later also sees what this thread's block wrote before. send
+// and receive are for 8 bytes that arrive together, and that need no such order.
 #ifdef __CUDACC__
-__device__ Total count_in_order(Total* p) {
-    Total before;
-    asm volatile("atom.add.acq_rel.gpu.global.u64 %0, [%1], 1;" : "=l"(before) : "l"(p) : "memory");
-    return before;
-}
 __device__ int count_in_order(int* p, int last) {
     int before;
     asm volatile("atom.inc.acq_rel.gpu.global.u32 %0, [%1], %2;"
@@ -226,18 +221,11 @@ __device__ void receive(const Total* p, Total& x, Total& y) {  // neighbours, th
                  : "=l"(x), "=l"(y) : "l"(p) : "memory");
 }
 #else
-template <class T, class Count>
-__device__ T counted(Count count) {
+__device__ int count_in_order(int* p, int last) {
     __threadfence();
-    T before = count();
+    int before = atomicInc((unsigned*)p, last);
     __threadfence();
     return before;
-}
-__device__ Total count_in_order(Total* p) {
-    return counted<Total>([=] { return atomicAdd(p, Total(1)); });
-}
-__device__ int count_in_order(int* p, int last) {
-    return counted<int>([=] { return atomicInc((unsigned*)p, last); });
 }
 __device__ void send(Total* p, Total x) { *p = x; }
 __device__ Total receive(const Total* p) { return *p; }
@@ -456,6 +444,11 @@ __device__ unsigned key_of(float x) {
 }
 // A logit, and below it its index, from behind: the largest is the first of the largest logits.
 __device__ Total candidate(unsigned i, float x) { return (Total)key_of(x) << 32 | ~i; }
+__device__ Total warp_most(Total x) {
+    for (int distance = 16; distance > 0; distance /= 2)
+        x = max(x, __shfl_xor_sync(FULL_WARP, x, distance));
+    return x;
+}
 
 // A sequence's next token stands at the next position; drawn (steps,stride) lists the tokens.
 __device__ void draw(int* tokens, int* positions, int* drawn, int* at, int b, int stride,
@@ -471,7 +464,7 @@ __device__ void draw(int* tokens, int* positions, int* drawn, int* at, int b, in
 // What token_pass reads and writes: kv_cache.py has the same names. Tensors that each layer has are
 // stacks (L,..). H and activation are the MLP's; keys and values (L,rows,NKV,T,HS) begin at the
 // first of the B rows. drawn is null unless the next tokens are drawn: see draw_tokens, which has
-// tokens, positions, drawn and at, too; best (B) is zeros.
+// tokens, positions, drawn and at, too.
 struct TokenPass {
     const real *wte, *wpe, *ln1w, *ln1b, *qkvw, *qkvb, *attprojw, *attprojb, *ln2w, *ln2b, *fcw;
     const real *fcb, *fcprojw, *fcprojb, *lnfw, *lnfb, *head;
@@ -480,7 +473,7 @@ struct TokenPass {
     real *logits, *keys, *values;
     float* parts;
     int* arrived;
-    unsigned long long *words, *best, *ended;
+    unsigned long long *words, *ended;
     int B, L, C, H, NH, T, V, Vp, rows, activation;
     float eps, scale;
 };
@@ -488,6 +481,7 @@ struct TokenPass {
 constexpr int THREADS = 512;  // of token_pass
 constexpr int AHEAD = 16;  // 16 bytes that each of them has on their way: kv_cache.py's
 constexpr int PHASES = 5;  // of a layer
+constexpr int PASSES = 64;  // of a launch, at most: kv_cache.py's
 
 // A linear layer of the pass: numbers (B,OC) from (B,C), or from their norm.
 struct Product {
@@ -535,21 +529,27 @@ __device__ int first_row(const TokenPass& p, int i) {
 struct Weights {
     static constexpr int STEP = 32 * W, DEPTH = 4;  // a place's numbers; places waited for at once
     real* places;            // this lane's: one every W * THREADS numbers
-    const Product *product, *end;  // what is copied, of all that are
+    const Product *product, *begin, *end;  // what is copied, of all that are
+    int passes;              // that begin with the present one
     unsigned place = 0;      // what is used next, and then copied to
     int freed = AHEAD;       // places from there on that have been used
     const real* from;        // this lane's next 16 bytes
     int row, left;           // copied now; numbers of it that are left
     bool gate = false;       // whether the row is one of SwiGLU's gates
 
-    __device__ Weights(real* places, const Product* first, const Product* end, int row)
-        : places(places + W * threadIdx.x), product(first), end(end), row(row) {
+    __device__ Weights(real* places, const Product* begin, const Product* end, int passes,
+                       const Product* first, int row)
+        : places(places + W * threadIdx.x), product(first), begin(begin), end(end), passes(passes),
+          row(row) {
         find_row();
         refill();
     }
     // Go to `row`, which may be one of a later product.
     __device__ void find_row() {
-        while (product < end && row >= product->OC) row -= product++->OC;
+        while (product < end && row >= product->OC) {
+            row -= product++->OC;
+            if (product == end && --passes > 0) product = begin;
+        }
         if (product < end) open(row);
     }
     __device__ void open(int row) {
@@ -806,7 +806,9 @@ __device__ void prefetch_all(const real* numbers, size_t size) {
 // by latency: weights are read without a break, because they do not depend on what the blocks wait
 // for, and what else a phase reads is brought to L2 a phase ahead.
 //
-// Phases from..to-1 run: all, or one. All blocks must be on the GPU at once, since they wait for
+// Phases from..to-1 run: all, or one. If the likeliest tokens are drawn, it makes several passes,
+// so that the weights of the next one are on their way, too: each block tells the others its
+// candidates, and each chooses. All blocks must be on the GPU at once, since they wait for
 // each other; on a CPU there may be only one if there are several phases. No block is so far ahead
 // that it overwrites what another still reads: each number of a phase depends on all of those
 // before. But a block without a row of a product does not wait for what it multiplies.
@@ -814,11 +816,16 @@ __device__ void prefetch_all(const real* numbers, size_t size) {
 // ring is shared memory: places for weights on their way, the list of products, and behind it the
 // rows that a product reads, or attention's numbers. Items: blocks, at most as many as the GPU has multiprocessors.
 template <int R>
-__device__ void run_phases(const TokenPass& p, int from, int to, float* ring) {
+__device__ void run_phases(const TokenPass& p, int from, int to, int passes, float* ring) {
     Product* products = (Product*)(ring + AHEAD * THREADS * 4);  // all, which cost a while to find
     int count = 4 * p.L + 1;
     float* rows = (float*)(products + count);
     for (int i = threadIdx.x; i < count; i += THREADS) products[i] = product_of(p, i);
+    __shared__ int tokens[R], positions[R];
+    if (threadIdx.x < p.B) {
+        tokens[threadIdx.x] = p.tokens[threadIdx.x];
+        positions[threadIdx.x] = p.positions[threadIdx.x];
+    }
     __syncthreads();
     auto products_before = [&](int phase) {  // how many are in earlier phases
         int l = (phase - 1) / PHASES, part = (phase - 1) % PHASES;
@@ -828,105 +835,128 @@ __device__ void run_phases(const TokenPass& p, int from, int to, float* ring) {
     int phases = 2 + PHASES * p.L;
     auto layer = [&](int l) { return (size_t)l * p.rows * NKV * p.T * HS; };  // its keys' place
     // where the words begin of the stream and attention's output (B,C), the MLP's hidden channels
-    // (B,H), and qkv (B,NH+2NKV,HS)
-    constexpr int STREAM = 0, ATTY = 1, HIDDEN = 2, QKV = 3;
+    // (B,H), qkv (B,NH+2NKV,HS), and the candidates of blocks (blocks,B,2)
+    constexpr int STREAM = 0, ATTY = 1, HIDDEN = 2, QKV = 3, CANDIDATES = 4;
     auto words = [&](int what) {
-        return p.words + p.B * (min(what, HIDDEN) * C + (what == QKV) * p.H);
+        return p.words + p.B * (min(what, HIDDEN) * C + (what > HIDDEN) * p.H
+                                + (what > QKV) * (p.NH + 2 * NKV) * HS);
     };
     int first = first_row(p, products_before(from));  // of this warp, of the next product
-    Weights weights((real*)ring, products + products_before(from), products + count, first);
+    Weights weights((real*)ring, products, products + count, passes,
+                    products + products_before(from), first);
     // Each block counts its end: until then the sum has the same multiple of blocks. Words begin as
     // zeros, which is no date.
-    Dates dates{(unsigned)(receive(p.ended) / gridDim.x) * phases + 1, to - from > 1 ? ~0u : 0};
+    unsigned launches = receive(p.ended) / gridDim.x;
+    Dates dates{launches * PASSES * (phases + 1) + 1, to - from > 1 ? ~0u : 0};
     __shared__ Total best[THREADS / 32][R];  // candidates for the next tokens
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (lane < R) best[warp][lane] = 0;
     ToWords out{dates, 0, 0, nullptr, nullptr, p.V, best[warp] + lane};
-    for (int phase = from; phase < to; phase++) {
-        int l = (phase - 1) / PHASES, part = phase == 0 || l == p.L ? -1 : (phase - 1) % PHASES;
-        int i = products_before(phase);
-        const Product &now = products[i], &next = products[min(i + 1, count - 1)];
-        weights.refill();
-        prefetch_all(next.normw, next.C);
-        prefetch_all(next.normb, next.C);
-        prefetch_all(next.bias, next.OC);
-        for (int b = 0; part == 0 && b < p.B; b++) {  // attention comes next
-            constexpr int line = 128 / sizeof(real);
-            int lines = ((p.positions[b] + 1) * HS + line - 1) / line;  // of a head
-            for (int k = own; k < NKV * lines; k += gridDim.x * THREADS) {
-                size_t head = b * NKV + k / lines;
-                size_t at = layer(l) + head * p.T * HS + k % lines * line;
-                prefetch(p.keys + at);
-                prefetch(p.values + at);
+    for (int pass = 0; pass < passes; pass++) {
+        for (int phase = from; phase < to; phase++) {
+            int l = (phase - 1) / PHASES, part = phase == 0 || l == p.L ? -1 : (phase - 1) % PHASES;
+            int i = products_before(phase);
+            const Product &now = products[i], &next = products[min(i + 1, count - 1)];
+            weights.refill();
+            prefetch_all(next.normw, next.C);
+            prefetch_all(next.normb, next.C);
+            prefetch_all(next.bias, next.OC);
+            for (int b = 0; part == 0 && b < p.B; b++) {  // attention comes next
+                constexpr int line = 128 / sizeof(real);
+                int lines = ((positions[b] + 1) * HS + line - 1) / line;  // of a head
+                for (int k = own; k < NKV * lines; k += gridDim.x * THREADS) {
+                    size_t head = b * NKV + k / lines;
+                    size_t at = layer(l) + head * p.T * HS + k % lines * line;
+                    prefetch(p.keys + at);
+                    prefetch(p.values + at);
+                }
+            }
+            bool multiplies = phase > 0 && part != 1;
+            // shared memory is free from here on
+            bool any = __syncthreads_or(multiplies && first < now.OC);
+            if (phase == 0) {
+                int threads = gridDim.x * THREADS, packs = C / 4;
+                for (int k = own; k < p.B * packs; k += threads) {
+                    int row = k / packs, c = 4 * (k % packs);
+                    Pack<4> sum = load<4>(p.wte + (size_t)tokens[row] * C + c);
+                    if (p.wpe) sum = sum + load<4>(p.wpe + (size_t)positions[row] * C + c);
+                    for (int j = 0; j < 4; j++) dates.hand(words(STREAM) + row * C + c + j, sum[j], phase);
+                }
+            } else if (part == 1) {
+                int heads = p.B * NKV, chunks = (p.T + CHUNK - 1) / CHUNK;
+                for (int k = blockIdx.x; k < heads * chunks; k += gridDim.x) {
+                    attend<THREADS, R == 1>(
+                        [&](size_t i, float y) {
+                            real rounded;
+                            from_float(rounded, y);
+                            dates.hand(words(ATTY) + i, to_float(rounded), phase);
+                        },
+                        p.keys + layer(l), p.values + layer(l), p.parts, p.arrived,
+                        [&](size_t i) { return take(words(QKV) + i, dates, phase - 1); }, p.rope, positions,
+                        p.scale, p.T, p.NH, k % heads, k / heads, chunks, rows);
+                    __syncthreads();  // the next reuses shared memory
+                }
+            } else if (any) {
+                out.now = phase, out.old = part == 2 ? phase - 3 : part == 4 ? phase - 2 : -1;
+                out.words = words(part == 0 ? QKV : part == 3 ? HIDDEN : STREAM);
+                out.logits = part < 0 ? p.logits : nullptr;
+                if (lane < R) *out.best = 0;
+                if (now.normw) norm_rows<R>(rows, words(STREAM), dates, phase - 1, now.normw, now.normb, p.eps,
+                                            p.B);
+                else take_rows(rows, words(part == 2 ? ATTY : HIDDEN), dates, phase - 1, p.B * now.C);
+                first = linear(out, now.bias, now.activation, p.B, now.OC, first,
+                               gridDim.x * (THREADS / 32),
+                               [&](int) { return weights.products<R>(rows, now.C); });
+            }
+            if (multiplies) first -= now.OC;
+        }
+        dates.first += phases + 1;
+        if (!p.drawn) continue;
+        __syncthreads();
+        Total* candidates = words(CANDIDATES);
+        if (int b = threadIdx.x; b < p.B) {  // of this block
+            for (int i = 1; i < THREADS / 32; i++) best[0][b] = max(best[0][b], best[i][b]);
+            Total* to = candidates + 2 * (blockIdx.x * p.B + b);
+            dates.hand(to, __uint_as_float(best[0][b] >> 32), -1);
+            dates.hand(to + 1, __uint_as_float(best[0][b]), -1);
+        }
+        __syncthreads();  // for a CPU
+        if (int b = warp; b < p.B) {  // of all
+            constexpr int loads = 4;
+            Total most = 0;
+            for (int from = lane; from < gridDim.x; from += 32 * loads) {
+                Pack<2> found[loads] = {};
+                take_pairs<loads>(found, dates, -1, [&](int k) {
+                    int block = from + 32 * k;
+                    return block < gridDim.x ? candidates + 2 * (block * p.B + b) : nullptr;
+                });
+                for (Pack<2> x : found)
+                    most = max(most, (Total)__float_as_uint(x[0]) << 32 | __float_as_uint(x[1]));
+            }
+            most = warp_most(most);
+            if (lane == 0) {
+                tokens[b] = ~(unsigned)most;
+                positions[b]++;
+                if (blockIdx.x == 0) draw(p.tokens, p.positions, p.drawn, p.at, b, p.rows, tokens[b]);
             }
         }
-        bool multiplies = phase > 0 && part != 1;
-        // shared memory is free from here on
-        bool any = __syncthreads_or(multiplies && first < now.OC);
-        if (phase == 0) {
-            int threads = gridDim.x * THREADS, packs = C / 4;
-            for (int k = own; k < p.B * packs; k += threads) {
-                int row = k / packs, c = 4 * (k % packs);
-                Pack<4> sum = load<4>(p.wte + (size_t)p.tokens[row] * C + c);
-                if (p.wpe) sum = sum + load<4>(p.wpe + (size_t)p.positions[row] * C + c);
-                for (int j = 0; j < 4; j++) dates.hand(words(STREAM) + row * C + c + j, sum[j], phase);
-            }
-        } else if (part == 1) {
-            int heads = p.B * NKV, chunks = (p.T + CHUNK - 1) / CHUNK;
-            for (int k = blockIdx.x; k < heads * chunks; k += gridDim.x) {
-                attend<THREADS, R == 1>(
-                    [&](size_t i, float y) {
-                        real rounded;
-                        from_float(rounded, y);
-                        dates.hand(words(ATTY) + i, to_float(rounded), phase);
-                    },
-                    p.keys + layer(l), p.values + layer(l), p.parts, p.arrived,
-                    [&](size_t i) { return take(words(QKV) + i, dates, phase - 1); }, p.rope, p.positions,
-                    p.scale, p.T, p.NH, k % heads, k / heads, chunks, rows);
-                __syncthreads();  // the next reuses shared memory
-            }
-        } else if (any) {
-            out.now = phase, out.old = part == 2 ? phase - 3 : part == 4 ? phase - 2 : -1;
-            out.words = words(part == 0 ? QKV : part == 3 ? HIDDEN : STREAM);
-            out.logits = part < 0 ? p.logits : nullptr;
-            if (now.normw) norm_rows<R>(rows, words(STREAM), dates, phase - 1, now.normw, now.normb, p.eps,
-                                        p.B);
-            else take_rows(rows, words(part == 2 ? ATTY : HIDDEN), dates, phase - 1, p.B * now.C);
-            first = linear(out, now.bias, now.activation, p.B, now.OC, first,
-                           gridDim.x * (THREADS / 32),
-                           [&](int) { return weights.products<R>(rows, now.C); });
-        }
-        if (multiplies) first -= now.OC;
     }
-
-    // The likeliest tokens of the block, and then of all blocks: the last to end draws them.
-    __shared__ bool last;
-    int b = threadIdx.x;
-    __syncthreads();
-    if (p.drawn && b < p.B) {
-        for (int i = 1; i < THREADS / 32; i++) best[0][b] = max(best[0][b], best[i][b]);
-        atomicMax(p.best + b, best[0][b]);
-    }
-    __syncthreads();
-    if (threadIdx.x == 0) last = count_in_order(p.ended) % gridDim.x == gridDim.x - 1;
-    __syncthreads();
-    if (p.drawn && last && b < p.B)
-        draw(p.tokens, p.positions, p.drawn, p.at, b, p.rows, ~(unsigned)atomicExch(p.best + b, 0));
+    if (threadIdx.x == 0) atomicAdd(p.ended, Total(1));
 }
 
 // Turing has too little shared memory for it.
 BLOCK(512, 1)
-extern "C" __global__ void __launch_bounds__(512, 1) token_pass(TokenPass p, int from, int to) {
+extern "C" __global__ void __launch_bounds__(512, 1) token_pass(TokenPass p, int from, int to,
+                                                                int passes) {
     DYNAMIC_SHARED(float, ring);
-    if (!TURING) run_phases<4>(p, from, to, ring);
+    if (!TURING) run_phases<4>(p, from, to, passes, ring);
 }
 
 // The same for B = 1.
 BLOCK(512, 1)
-extern "C" __global__ void __launch_bounds__(512, 1) token_pass_alone(TokenPass p, int from,
-                                                                      int to) {
+extern "C" __global__ void __launch_bounds__(512, 1) token_pass_alone(TokenPass p, int from, int to,
+                                                                      int passes) {
     DYNAMIC_SHARED(float, ring);
-    if (!TURING) run_phases<1>(p, from, to, ring);
+    if (!TURING) run_phases<1>(p, from, to, passes, ring);
 }
 
 // keys and values (NKV,T,HS) of tokens 0..N-1 = those of qkv (N,NH+2NKV,HS), which a full pass of
@@ -981,14 +1011,12 @@ __device__ Total total(const Logits& logits, F f) {
 __device__ int likeliest(const Logits& logits) {
     __shared__ Total of_warp[32];
     Total best = 0;
-    auto take = [&](Total other) { best = other > best ? other : best; };
     logits.each(0, logits.V, threadIdx.x, blockDim.x,
-                [&](int i, float x) { take(candidate(i, x)); });
-    for (int distance = 16; distance > 0; distance /= 2)
-        take(__shfl_xor_sync(FULL_WARP, best, distance));
+                [&](int i, float x) { best = max(best, candidate(i, x)); });
+    best = warp_most(best);
     if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = best;
     __syncthreads();
-    for (int warp = 0; warp < blockDim.x / 32; warp++) take(of_warp[warp]);
+    for (int warp = 0; warp < blockDim.x / 32; warp++) best = max(best, of_warp[warp]);
     return ~(unsigned)best;
 }
 

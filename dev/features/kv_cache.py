@@ -39,6 +39,8 @@ GELU, SWIGLU = 1, 2  # activations of token_linear
 THREADS = 512  # of a block of token_pass
 WEIGHTS_AHEAD = 16  # 16 bytes of weights that each of them has under way
 PHASES = 5  # of a layer in token_pass
+PASSES = 64  # of a launch of it, at most
+BLOCKS = 256  # of it, at most
 PRODUCT = 48  # bytes that describe a product there
 
 # The struct of kv_cache.cu
@@ -46,7 +48,7 @@ TOKEN_PASS = np.dtype([
     *((name, np.uint64) for name in (
         "wte", "wpe", "ln1w", "ln1b", "qkvw", "qkvb", "attprojw", "attprojb", "ln2w", "ln2b",
         "fcw", "fcb", "fcprojw", "fcprojb", "lnfw", "lnfb", "head", "rope", "tokens", "positions",
-        "drawn", "at", "logits", "keys", "values", "parts", "arrived", "words", "best", "ended")),
+        "drawn", "at", "logits", "keys", "values", "parts", "arrived", "words", "ended")),
     *((name, np.int32) for name in (
         "B", "L", "C", "H", "NH", "T", "V", "Vp", "rows", "activation")),
     ("eps", np.float32), ("scale", np.float32)], align=True)
@@ -61,8 +63,9 @@ def cache_table(c, rows, T, real):
     parts = rows * c.NH * ceil_div(T, CHUNK) * (HS + 2)
     layers = [row._replace(layers=0, shape=(T, HS) if row.name == "rope" else row.shape)
               for row in c.activation_table(rows, 1, real)]
-    handed = sum(row.size for row in layers
-                 if row.name in ("residual", "qkv", "atty", "fch_gelu", "fch_swiglu"))
+    handed = 2 * rows * BLOCKS + sum(
+        row.size for row in layers
+        if row.name in ("residual", "qkv", "atty", "fch_gelu", "fch_swiglu"))
     own = [
         Row("keys", (rows, NKV, T, HS), **each),
         Row("values", (rows, NKV, T, HS), **each),
@@ -74,7 +77,6 @@ def cache_table(c, rows, T, real):
         Row("parts", (parts,)),  # of attention's sums
         Row("arrived", (rows * NKV,), np.int32),
         Row("words", (handed,), np.uint64),  # what phases of token_pass hand on, with its date
-        Row("best", (rows,), np.uint64),  # the likeliest token so far, while it is looked for
         Row("ended", (1,), np.uint64),  # how many blocks of token_pass have ended
     ]
     return [*own, *layers]
@@ -267,15 +269,15 @@ class Cached:
         self.device.put(cache.coins, given)
         self.device.zero(cache.at)
         self.reach(max(map(len, texts)) - 1 + steps)
+        if self.in_one and self.now.few and settings[0] == 0:
+            self.repeat((B, steps), lambda: self.run_phases(0, 2 + PHASES * self.config.L, steps))
+            return
         for _ in range(steps):
             self.repeat((B, self.now.span, *settings), lambda: self.pass_and_draw(*settings))
 
     def pass_and_draw(self, *settings):
         """A token's pass, and the draw of the next token."""
         now, cache, c = self.now, self.cache, self.config
-        if self.in_one and now.few and settings[0] == 0:
-            self.run_phases(0, 2 + PHASES * c.L, cache.drawn)
-            return
         self.pass_of_token()
         self.device.launch("draw_tokens", now.count, now.tokens, now.positions, cache.drawn, now.at,
                            cache.coins, now.logits, *settings, c.V, c.Vp, self.rows)
@@ -345,13 +347,14 @@ class Cached:
             self.token_layer(l, weights)
         self.norm_and_linear(now.logits, p.lnfw, getattr(p, "lnfb", None), self.head)
 
-    def run_phases(self, first, end, drawn=None):
+    def run_phases(self, first, end, drawn=0):
         """Launch token_pass for one of its phases or all: the embedding, PHASES of each layer, the
-        head. With `drawn` it draws the likeliest tokens, too."""
-        blocks = self.device.multiprocessors if self.device.name == "cuda" else self.blocks_on_cpu
+        head. With `drawn` for so many passes, each of which draws the likeliest tokens."""
+        device = self.device
+        blocks = min(device.multiprocessors, BLOCKS) if device.name == "cuda" else self.blocks_on_cpu
         kernel = "token_pass_alone" if self.now.count == 1 else "token_pass"
-        self.device.launch(kernel, blocks, self.describe_pass(drawn), first, end, threads=THREADS,
-                           shared=self.shared)
+        device.launch(kernel, blocks, self.describe_pass(self.cache.drawn if drawn else None),
+                      first, end, max(drawn, 1), threads=THREADS, shared=self.shared)
 
     def describe_pass(self, drawn):
         """The struct TokenPass, for CuPy one number, passed by value."""
