@@ -524,15 +524,19 @@ __device__ int first_row(const TokenPass& p, int i) {
 // The rows of all weights that a warp multiplies, in its order, from a product on. A lane copies
 // its part of them, 16 bytes at a time, to AHEAD places of its own in shared memory: so weights
 // arrive all the time, also while a block waits for others, and no thread waits for another's copy.
-// A phase lasts as long as the chain of its slowest warp's instructions, each of which waits four
-// to six cycles for the one before; so what can be done while others are waited for is done then.
+// A slot is several places, of a row or a part of it. A phase lasts as long as the chain of its
+// slowest warp's instructions, each of which waits four to six cycles for the one before: so they
+// are few, and a pointer moves from row to row.
 struct Weights {
-    static constexpr int STEP = 32 * W, DEPTH = 4;  // a place's numbers; places waited for at once
+    static constexpr int STEP = 32 * W;  // a place's numbers, of all lanes
+    static constexpr int steps = (CHANNELS + STEP - 1) / STEP;
+    static constexpr int PLACES = steps % 5 == 0 ? 5 : steps % 4 == 0 ? 4 : steps % 3 == 0 ? 3
+                                  : steps < 4 ? steps : 4;
+    static constexpr int SLOT = PLACES * STEP, SLOTS = AHEAD / PLACES;
     real* places;            // this lane's: one every W * THREADS numbers
     const Product *product, *begin, *end;  // what is copied, of all that are
     int passes;              // that begin with the present one
-    unsigned place = 0;      // what is used next, and then copied to
-    int freed = AHEAD;       // places from there on that have been used
+    int slot = 0;            // what is used next, and then copied to
     const real* from;        // this lane's next 16 bytes
     int row, left;           // copied now; numbers of it that are left
     bool gate = false;       // whether the row is one of SwiGLU's gates
@@ -542,7 +546,8 @@ struct Weights {
         : places(places + W * threadIdx.x), product(first), begin(begin), end(end), passes(passes),
           row(row) {
         find_row();
-        refill();
+#pragma unroll 1
+        for (int i = 0; i < SLOTS; i++) refill();
     }
     // Go to `row`, which may be one of a later product.
     __device__ void find_row() {
@@ -556,94 +561,63 @@ struct Weights {
         from = product->weight + (size_t)row * product->C + W * (threadIdx.x % 32);
         left = product->C;
     }
-    // Start the copies to all free places.
+    __device__ real* place(int i) { return places + (slot * PLACES + i) * (W * THREADS); }
+    // Start the copies to the slot that has been used.
     __device__ void refill() {
-#pragma unroll 1
-        for (; freed > 0; freed--) {
-            if (product < end) {
-                copy16(places + place * (W * THREADS), from, W * (threadIdx.x % 32) < left);
-                from += STEP, left -= STEP;
-                if (left <= 0) next_row();
-            }
-            copies_end();  // also without a copy, so that there are AHEAD groups
-            place = (place + 1) % AHEAD;
+        if (product < end) {
+#pragma unroll
+            for (int i = 0; i < PLACES; i++)
+                copy16(place(i), from + i * STEP, i * STEP + W * (threadIdx.x % 32) < left);
+            from += SLOT, left -= SLOT;
+            if (left <= 0) next_row();
         }
+        copies_end();  // also without a copy, so that there are SLOTS groups
+        slot = slot + 1 < SLOTS ? slot + 1 : 0;
     }
     __device__ void next_row() {
         gate = product->activation == SWIGLU && !gate;
         if (gate) open(product->OC + row);
         else {
             row += gridDim.x * (THREADS / 32);
-            find_row();
+            if (row < product->OC) open(row);
+            else find_row();
         }
     }
-    __device__ Pack<W> taken(unsigned k) {
-        return load<W>(places + (place + k) % AHEAD * (W * THREADS));
-    }
-    // Add the products with places g..g+count-1, of all lanes.
-    template <int R, int g, int count>
-    __device__ void add_whole(Pack<R>* sums, const float* x, int C) {
-        constexpr int loads = R < 3 ? count : 1;  // as registers hold
-#pragma unroll
-        for (int d = 0; d < count; d += loads) {
-            Pack<W> w[loads];
-#pragma unroll
-            for (int k = 0; k < loads; k++) w[k] = taken(g + d + k);
-#pragma unroll
-            for (int k = 0; k < loads; k++)
-                for (int r = 0; r < R; r++) {
-                    Pack<W> values = load<W>(x + r * C + (g + d + k) * STEP);
-                    for (int j = 0; j < W; j++) sums[d + k][r] += w[k][j] * values[j];
-                }
-        }
-    }
-    // The same with at most DEPTH places, of a row that has `left` numbers. Without branches it is
-    // several times faster.
-    template <int R, int g>
-    __device__ void add(Pack<R>* sums, const float* x, int left, int C) {
-        constexpr int whole = CHANNELS / STEP, rest = CHANNELS % STEP == 0 ? whole % DEPTH : 0;
-        if (left <= g * STEP) return;
-        wait_for_copies<AHEAD - g - DEPTH>();
-        if (left >= (g + DEPTH) * STEP) {
-            add_whole<R, g, DEPTH>(sums, x, C);
-            return;
-        }
-        if constexpr (rest > 0 && g == whole - rest)
-            if (left == CHANNELS) {
-                add_whole<R, g, rest>(sums, x, C);
-                return;
-            }
-#pragma unroll 1
-        for (int d = 0; d < DEPTH; d++) {
-            int c = (g + d) * STEP;
-            if (c + W * (threadIdx.x % 32) >= left) break;
-            Pack<W> w = taken(g + d);
-            for (int r = 0; r < R; r++) {
-                Pack<W> values = load<W>(x + r * C + c);
-                float sum = 0.0f;
-                for (int j = 0; j < W; j++) sum += w[j] * values[j];
-#pragma unroll
-                for (int k = 0; k < DEPTH; k++)
-                    if (k == d) sums[k][r] += sum;
-            }
-        }
-    }
-    // The products of the next row with R rows (R,C), in four sums, which are short chains. The
-    // places that it leaves free are refilled later, when somebody waits.
+    // The products of the next row with R rows (R,C), in a sum for each place of a slot: these are
+    // short chains. Without branches they are several times faster.
     template <int R>
     __device__ Pack<R> products(const float* rows, int C) {
-        Pack<R> sums[DEPTH] = {}, sum;
+        constexpr int loads = R < 3 ? PLACES : 1;  // as registers hold
+        Pack<R> sums[PLACES] = {}, sum = {};
         const float* x = rows + W * (threadIdx.x % 32);
-        for (int base = 0; base < C; base += AHEAD * STEP) {
+        auto add = [&](Pack<R>& sum, Pack<W> w, const float* x) {
+            for (int r = 0; r < R; r++) {
+                Pack<W> values = load<W>(x + r * C);
+                for (int j = 0; j < W; j++) sum[r] += w[j] * values[j];
+            }
+        };
+#pragma unroll 1
+        for (int left = C; left > 0; left -= SLOT, x += SLOT) {
+            wait_for_copies<SLOTS - 1>();
+            if (left >= SLOT) {
+#pragma unroll
+                for (int i = 0; i < PLACES; i += loads) {
+                    Pack<W> w[loads];
+#pragma unroll
+                    for (int k = 0; k < loads; k++) w[k] = load<W>(place(i + k));
+#pragma unroll
+                    for (int k = 0; k < loads; k++) add(sums[i + k], w[k], x + (i + k) * STEP);
+                }
+            } else {
+#pragma unroll 1
+                for (int i = 0; i * STEP + W * (threadIdx.x % 32) < left; i++)
+                    add(sum, load<W>(place(i)), x + i * STEP);
+            }
             refill();
-            add<R, 0>(sums, x + base, C - base, C);
-            add<R, 4>(sums, x + base, C - base, C);
-            add<R, 8>(sums, x + base, C - base, C);
-            add<R, 12>(sums, x + base, C - base, C);
-            freed = min(AHEAD, (C - base + STEP - 1) / STEP);
         }
-        for (int r = 0; r < R; r++)
-            sum[r] = warp_sum((sums[0][r] + sums[1][r]) + (sums[2][r] + sums[3][r]));
+#pragma unroll
+        for (int i = 0; i < PLACES; i++) sum = sum + sums[i];
+        for (int r = 0; r < R; r++) sum[r] = warp_sum(sum[r]);
         return sum;
     }
 };
@@ -856,7 +830,6 @@ __device__ void run_phases(const TokenPass& p, int from, int to, int passes, flo
             int l = (phase - 1) / PHASES, part = phase == 0 || l == p.L ? -1 : (phase - 1) % PHASES;
             int i = products_before(phase);
             const Product &now = products[i], &next = products[min(i + 1, count - 1)];
-            weights.refill();
             prefetch_all(next.normw, next.C);
             prefetch_all(next.normb, next.C);
             prefetch_all(next.bias, next.OC);
