@@ -125,8 +125,8 @@ __device__ Pack<R> products(const real* __restrict__ weight, const float* rows, 
 }
 
 // The rows first, first + step, .. of a weight, for B rows. of_row(o) are the products with row o,
-// of B rows or more. Number o of row r goes to.put(r * OC + o, o, y, to.before(r * OC + o)): what was
-// there before is loaded early. Returns the first of the weight's rows that is beyond OC.
+// of B rows or more. to.put(at, o, y, to.before(at)) stores y as number o of a row, where at counts
+// the numbers of all rows. Returns the first of the weight's rows that is beyond OC.
 template <class To, class F>
 __device__ int linear(To& to, const real* __restrict__ bias, int activation, int B, int OC,
                       int first, int step, F of_row) {
@@ -622,10 +622,10 @@ struct Weights {
     }
 };
 
-// A number that a phase hands to the next is a word of fp32 and a date, the number of the phase
-// since the first pass: they arrive together, so a block asks for the words that it needs until they
-// have the date. That takes one way to L2 and back; a count of the blocks that have come would take
-// another, and a fence. A phase that is launched alone finds all in place.
+// A number that a phase hands to the next is a word: fp32 and a date, which counts the phases since
+// the first pass. They arrive together, so a block reads the words that it needs until they have
+// the date. If blocks counted who has come instead, they would wait for a fence, for the count, and
+// only then for the numbers. A phase that is launched alone finds all in place.
 struct Dates {
     unsigned first;  // of the phases of this pass
     unsigned mask;   // 0: do not look
@@ -788,7 +788,8 @@ __device__ void prefetch_all(const real* numbers, size_t size) {
 // before. But a block without a row of a product does not wait for what it multiplies.
 //
 // ring is shared memory: places for weights on their way, the list of products, and behind it the
-// rows that a product reads, or attention's numbers. Items: blocks, at most as many as the GPU has multiprocessors.
+// rows that a product reads, or attention's numbers. Items: blocks, at most as many as the GPU has
+// multiprocessors.
 template <int R>
 __device__ void run_phases(const TokenPass& p, int from, int to, int passes, float* ring) {
     Product* products = (Product*)(ring + AHEAD * THREADS * 4);  // all, which cost a while to find
@@ -852,20 +853,21 @@ __device__ void run_phases(const TokenPass& p, int from, int to, int passes, flo
                     int row = k / packs, c = 4 * (k % packs);
                     Pack<4> sum = load<4>(p.wte + (size_t)tokens[row] * C + c);
                     if (p.wpe) sum = sum + load<4>(p.wpe + (size_t)positions[row] * C + c);
-                    for (int j = 0; j < 4; j++) dates.hand(words(STREAM) + row * C + c + j, sum[j], phase);
+                    for (int j = 0; j < 4; j++)
+                        dates.hand(words(STREAM) + 4 * k + j, sum[j], phase);
                 }
             } else if (part == 1) {
                 int heads = p.B * NKV, chunks = (p.T + CHUNK - 1) / CHUNK;
                 for (int k = blockIdx.x; k < heads * chunks; k += gridDim.x) {
-                    attend<THREADS, R == 1>(
-                        [&](size_t i, float y) {
-                            real rounded;
-                            from_float(rounded, y);
-                            dates.hand(words(ATTY) + i, to_float(rounded), phase);
-                        },
-                        p.keys + layer(l), p.values + layer(l), p.parts, p.arrived,
-                        [&](size_t i) { return take(words(QKV) + i, dates, phase - 1); }, p.rope, positions,
-                        p.scale, p.T, p.NH, k % heads, k / heads, chunks, rows);
+                    auto write = [&](size_t i, float y) {
+                        real rounded;
+                        from_float(rounded, y);
+                        dates.hand(words(ATTY) + i, to_float(rounded), phase);
+                    };
+                    auto read = [&](size_t i) { return take(words(QKV) + i, dates, phase - 1); };
+                    attend<THREADS, R == 1>(write, p.keys + layer(l), p.values + layer(l), p.parts,
+                                            p.arrived, read, p.rope, positions, p.scale, p.T, p.NH,
+                                            k % heads, k / heads, chunks, rows);
                     __syncthreads();  // the next reuses shared memory
                 }
             } else if (any) {
@@ -873,9 +875,12 @@ __device__ void run_phases(const TokenPass& p, int from, int to, int passes, flo
                 out.words = words(part == 0 ? QKV : part == 3 ? HIDDEN : STREAM);
                 out.logits = part < 0 ? p.logits : nullptr;
                 if (lane < R) *out.best = 0;
-                if (now.normw) norm_rows<R>(rows, words(STREAM), dates, phase - 1, now.normw, now.normb, p.eps,
-                                            p.B);
-                else take_rows(rows, words(part == 2 ? ATTY : HIDDEN), dates, phase - 1, p.B * now.C);
+                if (now.normw)
+                    norm_rows<R>(rows, words(STREAM), dates, phase - 1, now.normw, now.normb,
+                                 p.eps, p.B);
+                else
+                    take_rows(rows, words(part == 2 ? ATTY : HIDDEN), dates, phase - 1,
+                              p.B * now.C);
                 first = linear(out, now.bias, now.activation, p.B, now.OC, first,
                                gridDim.x * (THREADS / 32),
                                [&](int) { return weights.products<R>(rows, now.C); });
@@ -909,7 +914,8 @@ __device__ void run_phases(const TokenPass& p, int from, int to, int passes, flo
             if (lane == 0) {
                 tokens[b] = ~(unsigned)most;
                 positions[b]++;
-                if (blockIdx.x == 0) draw(p.tokens, p.positions, p.drawn, p.at, b, p.rows, tokens[b]);
+                if (blockIdx.x == 0)
+                    draw(p.tokens, p.positions, p.drawn, p.at, b, p.rows, tokens[b]);
             }
         }
     }

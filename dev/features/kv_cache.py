@@ -351,7 +351,9 @@ class Cached:
         """Launch token_pass for one of its phases or all: the embedding, PHASES of each layer, the
         head. With `drawn` for so many passes, each of which draws the likeliest tokens."""
         device = self.device
-        blocks = min(device.multiprocessors, BLOCKS) if device.name == "cuda" else self.blocks_on_cpu
+        blocks = self.blocks_on_cpu
+        if device.name == "cuda":
+            blocks = min(device.multiprocessors, BLOCKS)
         kernel = "token_pass_alone" if self.now.count == 1 else "token_pass"
         device.launch(kernel, blocks, self.describe_pass(self.cache.drawn if drawn else None),
                       first, end, max(drawn, 1), threads=THREADS, shared=self.shared)
