@@ -133,9 +133,9 @@ __device__ int linear(To& to, const real* __restrict__ bias, int activation, int
     int lane = threadIdx.x % 32, o = first;  // lane r ends row r
     for (; o < OC; o += step) {
         size_t at = (size_t)lane * OC + o;
-        float shift = 0.0f;
-        decltype(to.before(at)) before = {};  // loaded before it is needed
-        if (lane < B && bias) shift = to_float(bias[o]);
+        real shift = {};  // this and before are on their way until they are needed
+        decltype(to.before(at)) before = {};
+        if (lane < B && bias) shift = bias[o];
         if (lane < B) before = to.before(at);
         decltype(of_row(o)) sum = {}, gates = {};
 #pragma unroll 1  // the code of of_row is long
@@ -148,7 +148,7 @@ __device__ int linear(To& to, const real* __restrict__ bias, int activation, int
         float y = sum[0], gate = gates[0];
         for (int r = 1; r < sizeof(sum) / sizeof y; r++)
             if (lane == r) y = sum[r], gate = gates[r];
-        y += shift;
+        y += to_float(shift);
         if (activation == GELU) y = gelu(y);
         if (activation == SWIGLU) y *= gate / (1.0f + exponential(-gate));
         to.put(at, o, y, before);
@@ -488,6 +488,8 @@ struct Product {
     const real *weight, *bias, *normw, *normb;
     int activation, C, OC;
 };
+constexpr int PRODUCT = 48;  // its bytes: kv_cache.py's
+static_assert(sizeof(Product) == PRODUCT);
 
 // Vectors that may be null stay null.
 __device__ const real* of_layer(const real* stack, int l, int size) {
@@ -534,40 +536,44 @@ struct Weights {
                                   : steps < 4 ? steps : 4;
     static constexpr int SLOT = PLACES * STEP, SLOTS = AHEAD / PLACES;
     real* places;            // this lane's: one every W * THREADS numbers
-    const Product *product, *begin, *end;  // what is copied, of all that are
+    const Product* list;     // of all products
+    int i, count;            // the one that is copied, of how many
     int passes;              // that begin with the present one
     int slot = 0;            // what is used next, and then copied to
+    bool used = true;        // whether it has been used
     const real* from;        // this lane's next 16 bytes
     int row, left;           // copied now; numbers of it that are left
     bool gate = false;       // whether the row is one of SwiGLU's gates
 
-    __device__ Weights(real* places, const Product* begin, const Product* end, int passes,
-                       const Product* first, int row)
-        : places(places + W * threadIdx.x), product(first), begin(begin), end(end), passes(passes),
-          row(row) {
+    __device__ Weights(real* places, const Product* list, int i, int count, int passes,
+                       int row)
+        : places(places + W * threadIdx.x), list(list), i(i), count(count),
+          passes(passes), row(row) {
         find_row();
 #pragma unroll 1
-        for (int i = 0; i < SLOTS; i++) refill();
+        for (int i = 0; i < SLOTS; i++) used = true, refill();
     }
     // Go to `row`, which may be one of a later product.
     __device__ void find_row() {
-        while (product < end && row >= product->OC) {
-            row -= product++->OC;
-            if (product == end && --passes > 0) product = begin;
+        while (i < count && row >= list[i].OC) {
+            row -= list[i++].OC;
+            if (i == count && --passes > 0) i = 0;
         }
-        if (product < end) open(row);
+        if (i < count) open(row);
     }
     __device__ void open(int row) {
-        from = product->weight + (size_t)row * product->C + W * (threadIdx.x % 32);
-        left = product->C;
+        left = list[i].C;
+        from = list[i].weight + (size_t)row * left + W * (threadIdx.x % 32);
     }
     __device__ real* place(int i) { return places + (slot * PLACES + i) * (W * THREADS); }
-    // Start the copies to the slot that has been used.
+    // Start the copies to a slot that has been used, and go to the next.
     __device__ void refill() {
-        if (product < end) {
+        if (!used) return;
+        used = false;
+        if (i < count) {
 #pragma unroll
-            for (int i = 0; i < PLACES; i++)
-                copy16(place(i), from + i * STEP, i * STEP + W * (threadIdx.x % 32) < left);
+            for (int k = 0; k < PLACES; k++)
+                copy16(place(k), from + k * STEP, k * STEP + W * (threadIdx.x % 32) < left);
             from += SLOT, left -= SLOT;
             if (left <= 0) next_row();
         }
@@ -575,16 +581,17 @@ struct Weights {
         slot = slot + 1 < SLOTS ? slot + 1 : 0;
     }
     __device__ void next_row() {
-        gate = product->activation == SWIGLU && !gate;
-        if (gate) open(product->OC + row);
+        gate = list[i].activation == SWIGLU && !gate;
+        if (gate) open(list[i].OC + row);
         else {
             row += gridDim.x * (THREADS / 32);
-            if (row < product->OC) open(row);
+            if (row < list[i].OC) open(row);
             else find_row();
         }
     }
     // The products of the next row with R rows (R,C), in a sum for each place of a slot: these are
-    // short chains. Without branches they are several times faster.
+    // short chains. Without branches they are several times faster. The last slot is left for a
+    // refill when the products are on their way to other blocks.
     template <int R>
     __device__ Pack<R> products(const float* rows, int C) {
         constexpr int loads = R < 3 ? PLACES : 1;  // as registers hold
@@ -598,6 +605,7 @@ struct Weights {
         };
 #pragma unroll 1
         for (int left = C; left > 0; left -= SLOT, x += SLOT) {
+            refill();
             wait_for_copies<SLOTS - 1>();
             if (left >= SLOT) {
 #pragma unroll
@@ -613,7 +621,7 @@ struct Weights {
                 for (int i = 0; i * STEP + W * (threadIdx.x % 32) < left; i++)
                     add(sum, load<W>(place(i)), x + i * STEP);
             }
-            refill();
+            used = true;
         }
 #pragma unroll
         for (int i = 0; i < PLACES; i++) sum = sum + sums[i];
@@ -689,7 +697,8 @@ __device__ void norm_rows(float* rows, const Total* x, const Dates& dates, int p
     constexpr int tasks = (R * parts + warps - 1) / warps;  // of a warp
     __shared__ float sums[2][R * parts];
     int warp = threadIdx.x / 32, column = 2 * (threadIdx.x % 32);
-    Pack<2> v[tasks] = {}, w[tasks] = {}, shift[tasks] = {};
+    Pack<2> v[tasks] = {};
+    struct Two { Stored<2, real> weight, bias; } stored[tasks] = {};  // on their way
     auto each = [&](auto f) {  // f(task, its sums' place, its row, its column)
 #pragma unroll
         for (int k = 0; k < tasks; k++) {
@@ -705,8 +714,8 @@ __device__ void norm_rows(float* rows, const Total* x, const Dates& dates, int p
     };
     each([&](int k, int part, int row, int c) {
         if (c >= C) return;
-        w[k] = load<2>(normw + c);
-        if (normb) shift[k] = load<2>(normb + c);
+        stored[k].weight = *reinterpret_cast<const Stored<2, real>*>(normw + c);
+        if (normb) stored[k].bias = *reinterpret_cast<const Stored<2, real>*>(normb + c);
     });
     take_pairs<tasks>(v, dates, phase, [&](int k) -> const Total* {
         int part = warp + k * warps, c = part % parts * 64 + column;
@@ -730,9 +739,10 @@ __device__ void norm_rows(float* rows, const Total* x, const Dates& dates, int p
     __syncthreads();
     each([&](int k, int part, int row, int c) {
         float rstd = 1.0f / sqrtf(of_row(sums[1], row) + eps);
+        Pack<2> w = load<2>(stored[k].weight.x), shift = load<2>(stored[k].bias.x);
         for (int j = 0; j < 2; j++) {
             real rounded;
-            from_float(rounded, v[k][j] * rstd * w[k][j] + shift[k][j]);
+            from_float(rounded, v[k][j] * rstd * w[j] + shift[j]);
             v[k][j] = to_float(rounded);
         }
         if (c < C) store(rows + row * C + c, v[k]);
@@ -817,8 +827,7 @@ __device__ void run_phases(const TokenPass& p, int from, int to, int passes, flo
                                 + (what > QKV) * (p.NH + 2 * NKV) * HS);
     };
     int first = first_row(p, products_before(from));  // of this warp, of the next product
-    Weights weights((real*)ring, products, products + count, passes,
-                    products + products_before(from), first);
+    Weights weights((real*)ring, products, products_before(from), count, passes, first);
     // Each block counts its end: until then the sum has the same multiple of blocks. Words begin as
     // zeros, which is no date.
     unsigned launches = receive(p.ended) / gridDim.x;
@@ -884,6 +893,7 @@ __device__ void run_phases(const TokenPass& p, int from, int to, int passes, flo
                 first = linear(out, now.bias, now.activation, p.B, now.OC, first,
                                gridDim.x * (THREADS / 32),
                                [&](int) { return weights.products<R>(rows, now.C); });
+                weights.refill();
             }
             if (multiplies) first -= now.OC;
         }

@@ -9,8 +9,9 @@ import pytest
 from dev.common.bf16 import to_bf16
 from dev.features.declare import stack
 from dev.features.devices import device_class
-from dev.features.kv_cache import (AHEAD, CHUNK, FEW, PHASES, SOURCE, THREADS, TOKEN_PASS,
-                                   WEIGHTS_AHEAD, Cached, CachedLlama, shared_of_attention)
+from dev.features import kv_cache
+from dev.features.kv_cache import (AHEAD, FEW, PHASES, SOURCE, TOKEN_PASS, Cached,
+                                   CachedLlama, shared_of_attention)
 from dev.features.sample import choose, coins_of, generate, together
 from dev.features.seams import GPT2
 from dev.lab.formulas import gelu, layernorm, rmsnorm
@@ -61,6 +62,18 @@ def models(device_name, dtype, kind, T, rows=1):
     for array in (pair[0].cache.keys, pair[0].cache.values):  # NaN where nothing is written
         device.put(array, np.full(array.shape, -1, f"i{array.itemsize}").view(array.dtype))
     return pair
+
+
+def count_passes(model):
+    """A list, to which each launch that draws several tokens adds how many."""
+    launches, run_phases = [], model.run_phases
+
+    def counted(first, end, drawn=0):
+        launches.append(drawn)
+        run_phases(first, end, drawn)
+
+    model.run_phases = counted
+    return launches
 
 
 def tokens_of(count, seed=2):
@@ -122,6 +135,13 @@ def test_batches(device_name, kind):
             alone = [[*generate(full, tokens, count, 0.8, 9, coins_of(seed), 0.9)]
                      for tokens, seed in zip(texts, seeds)]
             yield f"{name}, {rows} rows: drawn", np.array(drawn).T, np.array(alone), EXACT
+            if model.in_one and rows <= FEW:  # then a launch draws the likeliest of several passes
+                model.draws, launches = True, count_passes(model)
+                drawn = [*model.continued(texts, 3, [*map(coins_of, seeds)], 0, 0, 1.0)]
+                launches = [count for count in launches if count]  # without those of the texts
+                alone = [[*generate(full, tokens, 3, 0, 0, coins_of(0))] for tokens in texts]
+                yield f"{name}, {rows} rows: the likeliest", np.array(drawn).T, alone, EXACT
+                check(f"{name}, {rows} rows: two launches", launches == [1, 2], launches)
 
 
 @pytest.mark.parametrize("dtype", ("fp32", "bf16"))
@@ -187,8 +207,10 @@ def test_struct():
     check("fields", found == wish, found.items() ^ wish.items())
     check("size", TOKEN_PASS.itemsize == -(-offset // 8) * 8, TOKEN_PASS.itemsize)
     numbers = dict(re.findall(r"^constexpr int (\w+) = (\d+);", text, re.M))
-    check("constants", (numbers["CHUNK"], numbers["THREADS"], numbers["AHEAD"], numbers["PHASES"])
-          == (f"{CHUNK}", f"{THREADS}", f"{WEIGHTS_AHEAD}", f"{PHASES}"), numbers)
+    numbers["WEIGHTS_AHEAD"] = numbers["AHEAD"]
+    for name in ("CHUNK", "THREADS", "WEIGHTS_AHEAD", "PHASES", "PASSES", "PRODUCT"):
+        check(name, int(numbers[name]) == getattr(kv_cache, name), numbers[name])
+    check("a launch draws as many tokens as are drawn ahead", AHEAD <= kv_cache.PASSES)
 
 
 def test_drawn_on_the_device(device_name):
