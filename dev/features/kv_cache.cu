@@ -124,34 +124,42 @@ __device__ Pack<R> products(const real* __restrict__ weight, const float* rows, 
     return sum;
 }
 
-// The rows first, first + step, .. of a weight, for B rows. of_row(o) are the products with row o,
-// of B rows or more. to.put(at, o, y, to.before(at)) stores y as number o of a row, where at counts
-// the numbers of all rows. Returns the first of the weight's rows that is beyond OC.
-template <class To, class F>
+// The rows first, first + step, .. of a weight, for B <= R rows, two at a time if `pairs` and there
+// are two. of_rows(o, n) are the products with row o, then those with row o + step if n is 2.
+// to.put(at, o, y, to.before(at)) stores y as number o of a row, where at counts the numbers of all
+// rows. Returns the first of the weight's rows that is beyond OC.
+template <int R, class To, class F>
 __device__ int linear(To& to, const real* __restrict__ bias, int activation, int B, int OC,
-                      int first, int step, F of_row) {
-    int lane = threadIdx.x % 32, o = first;  // lane r ends row r
-    for (; o < OC; o += step) {
-        size_t at = (size_t)lane * OC + o;
+                      int first, int step, bool pairs, F of_rows) {
+    int lane = threadIdx.x % 32, o = first, n;
+    for (; o < OC; o += n * step) {
+        n = pairs && o + step < OC ? 2 : 1;
+        int second = n == 2 ? lane / R : 0;
+        int own = o + second * step, r = lane - second * R;  // what this lane ends, if anything
+        bool ends = lane < n * R && r < B;
+        size_t at = (size_t)r * OC + own;
         real shift = {};  // this and before are on their way until they are needed
         decltype(to.before(at)) before = {};
-        if (lane < B && bias) shift = bias[o];
-        if (lane < B) before = to.before(at);
-        decltype(of_row(o)) sum = {}, gates = {};
-#pragma unroll 1  // the code of of_row is long
+        if (ends && bias) shift = bias[own];
+        if (ends) before = to.before(at);
+        decltype(of_rows(o, n)) sum = {}, gates = {};
+#pragma unroll 1  // the code of of_rows is long
         for (int row = o; row < (activation == SWIGLU ? 2 : 1) * OC; row += OC) {
-            auto found = of_row(row);
+            auto found = of_rows(row, n);
             if (row == o) sum = found;
             else gates = found;
         }
-        if (lane >= B) continue;
+        if (!ends) continue;
         float y = sum[0], gate = gates[0];
-        for (int r = 1; r < sizeof(sum) / sizeof y; r++)
-            if (lane == r) y = sum[r], gate = gates[r];
+#pragma unroll
+        for (int i = 1; i < sizeof(sum) / sizeof y; i++) {
+            y = lane == i ? sum[i] : y;
+            gate = lane == i ? gates[i] : gate;
+        }
         y += to_float(shift);
         if (activation == GELU) y = gelu(y);
         if (activation == SWIGLU) y *= gate / (1.0f + exponential(-gate));
-        to.put(at, o, y, before);
+        to.put(at, own, y, before);
     }
     return o;
 }
@@ -185,15 +193,16 @@ extern "C" __global__ void __launch_bounds__(256, 3) token_linear(
     for (int c = W * (threadIdx.x % 32); o < OC && c < C; c += 32 * W)
         prefetch(weight + (size_t)o * C + c);
     bring_rows(rows, inp, x, normw, normb, eps, B, C);
-    auto multiply = [&](auto of_row) {
-        ToArrays to{out, stream};
-        linear(to, bias, activation, B, OC, o, gridDim.x * (blockDim.x / 32), of_row);
+    ToArrays to{out, stream};
+    auto multiply = [&](auto zeros) {
+        constexpr int R = sizeof(zeros) / sizeof(float);
+        linear<R>(to, bias, activation, B, OC, o, gridDim.x * (blockDim.x / 32), false,
+                  [&](int row, int) { return products<R>(weight + (size_t)row * C, rows, C); });
     };
-    auto at = [&](int row) { return weight + (size_t)row * C; };
-    if (B == 1) multiply([&](int row) { return products<1>(at(row), rows, C); });
-    if (B == 2) multiply([&](int row) { return products<2>(at(row), rows, C); });
-    if (B == 3) multiply([&](int row) { return products<3>(at(row), rows, C); });
-    if (B == 4) multiply([&](int row) { return products<4>(at(row), rows, C); });
+    if (B == 1) multiply(Pack<1>{});
+    if (B == 2) multiply(Pack<2>{});
+    if (B == 3) multiply(Pack<3>{});
+    if (B == 4) multiply(Pack<4>{});
 }
 
 using Total = unsigned long long;
@@ -337,12 +346,15 @@ __device__ void attend(Out out, real* keys, real* values, float* parts, int* arr
     }
     __syncthreads();
     for (int g = warp; g < GROUP; g += WARPS) {
-        float *weight = weights + g * CHUNK, top = LOWEST, sum = 0.0f;
-        for (int s = lane; s < count; s += 32) top = fmaxf(top, weight[s]);
+        float *weight = weights + g * CHUNK, x[CHUNK / 32], top = LOWEST, sum = 0.0f;
+        for (int i = 0; i < CHUNK / 32; i++) {
+            x[i] = lane + 32 * i < count ? weight[lane + 32 * i] : LOWEST;
+            top = fmaxf(top, x[i]);
+        }
         top = warp_max(top);
-        for (int s = lane; s < count; s += 32) {
-            weight[s] = RELU ? fmaxf(0.0f, weight[s]) : exponential(weight[s], top);
-            sum += weight[s];
+        for (int i = 0; i < CHUNK / 32; i++) {
+            weight[lane + 32 * i] = x[i] = RELU ? fmaxf(0.0f, x[i]) : exponential(x[i], top);
+            sum += x[i];
         }
         sum = warp_sum(sum);
         if (lane == 0) tops[g] = top, sums[g] = sum;
@@ -481,6 +493,7 @@ struct TokenPass {
 constexpr int THREADS = 512;  // of token_pass
 constexpr int AHEAD = 16;  // 16 bytes that each of them has on their way: kv_cache.py's
 constexpr int PHASES = 5;  // of a layer
+constexpr int HINTS = 128;  // threads of a block that ask L2 for what will be read
 constexpr int PASSES = 64;  // of a launch, at most: kv_cache.py's
 
 // A linear layer of the pass: numbers (B,OC) from (B,C), or from their norm.
@@ -540,7 +553,7 @@ struct Weights {
     int i, count;            // the one that is copied, of how many
     int passes;              // that begin with the present one
     int slot = 0;            // what is used next, and then copied to
-    bool used = true;        // whether it has been used
+    int used = 0;            // how many have been, from there on
     const real* from;        // this lane's next 16 bytes
     int row, left;           // copied now; numbers of it that are left
     bool gate = false;       // whether the row is one of SwiGLU's gates
@@ -550,8 +563,8 @@ struct Weights {
         : places(places + W * threadIdx.x), list(list), i(i), count(count),
           passes(passes), row(row) {
         find_row();
-#pragma unroll 1
-        for (int i = 0; i < SLOTS; i++) used = true, refill();
+        used = SLOTS;
+        refill();
     }
     // Go to `row`, which may be one of a later product.
     __device__ void find_row() {
@@ -566,20 +579,22 @@ struct Weights {
         from = list[i].weight + (size_t)row * left + W * (threadIdx.x % 32);
     }
     __device__ real* place(int i) { return places + (slot * PLACES + i) * (W * THREADS); }
-    // Start the copies to a slot that has been used, and go to the next.
+    // Start the copies to the slots that have been used, and go to the next.
     __device__ void refill() {
-        if (!used) return;
-        used = false;
-        if (i < count) {
+#pragma unroll 1
+        for (; used > 0; used--) {
+            if (i < count) {
 #pragma unroll
-            for (int k = 0; k < PLACES; k++)
-                copy16(place(k), from + k * STEP, k * STEP + W * (threadIdx.x % 32) < left);
-            from += SLOT, left -= SLOT;
-            if (left <= 0) next_row();
+                for (int k = 0; k < PLACES; k++)
+                    copy16(place(k), from + k * STEP, k * STEP + W * (threadIdx.x % 32) < left);
+                from += SLOT, left -= SLOT;
+                if (left <= 0) next_row();
+            }
+            copies_end();  // also without a copy, so that there are SLOTS groups
+            slot = following(slot);
         }
-        copies_end();  // also without a copy, so that there are SLOTS groups
-        slot = slot + 1 < SLOTS ? slot + 1 : 0;
     }
+    __device__ static int following(int slot) { return slot + 1 < SLOTS ? slot + 1 : 0; }
     __device__ void next_row() {
         gate = list[i].activation == SWIGLU && !gate;
         if (gate) open(list[i].OC + row);
@@ -589,43 +604,54 @@ struct Weights {
             else find_row();
         }
     }
-    // The products of the next row with R rows (R,C), in a sum for each place of a slot: these are
-    // short chains. Without branches they are several times faster. The last slot is left for a
-    // refill when the products are on their way to other blocks.
-    template <int R>
-    __device__ Pack<R> products(const float* rows, int C) {
-        constexpr int loads = R < 3 ? PLACES : 1;  // as registers hold
-        Pack<R> sums[PLACES] = {}, sum = {};
-        const float* x = rows + W * (threadIdx.x % 32);
-        auto add = [&](Pack<R>& sum, Pack<W> w, const float* x) {
-            for (int r = 0; r < R; r++) {
-                Pack<W> values = load<W>(x + r * C);
-                for (int j = 0; j < W; j++) sum[r] += w[j] * values[j];
+    // Add the products of M slots of each of N rows, which have `left` more numbers, with R rows.
+    // Each place has a sum, which is a short chain. Without branches it is several times faster.
+    template <int N, int M, int R>
+    __device__ void add_slots(Pack<R> (*sums)[PLACES], const float* x, int left, int C) {
+        refill();
+        wait_for_copies<SLOTS - N * M>();
+        const real* at[N * M];  // the slots
+        for (int k = 0, next = slot; k < N * M; k++, next = following(next))
+            at[k] = places + next * PLACES * (W * THREADS);
+        auto add = [&](int m, int i, int place) {
+            for (int n = 0; n < N; n++) {
+                Pack<W> w = load<W>(at[n * M + m] + place * (W * THREADS));
+                for (int r = 0; r < R; r++) {
+                    Pack<W> values = load<W>(x + r * C + m * SLOT + place * STEP);
+                    for (int j = 0; j < W; j++) sums[n][i][r] += w[j] * values[j];
+                }
             }
         };
+        if (left >= M * SLOT) {
+#pragma unroll
+            for (int m = 0; m < M; m++)
+#pragma unroll
+                for (int i = 0; i < PLACES; i++) add(m, i, i);
+        } else {
 #pragma unroll 1
-        for (int left = C; left > 0; left -= SLOT, x += SLOT) {
-            refill();
-            wait_for_copies<SLOTS - 1>();
-            if (left >= SLOT) {
-#pragma unroll
-                for (int i = 0; i < PLACES; i += loads) {
-                    Pack<W> w[loads];
-#pragma unroll
-                    for (int k = 0; k < loads; k++) w[k] = load<W>(place(i + k));
-#pragma unroll
-                    for (int k = 0; k < loads; k++) add(sums[i + k], w[k], x + (i + k) * STEP);
-                }
-            } else {
-#pragma unroll 1
-                for (int i = 0; i * STEP + W * (threadIdx.x % 32) < left; i++)
-                    add(sum, load<W>(place(i)), x + i * STEP);
-            }
-            used = true;
+            for (int i = 0; i * STEP + W * (threadIdx.x % 32) < left; i++) add(0, 0, i);
         }
+        used = N * M;
+    }
+    // The products of the next n <= N rows with R rows (R,C); n may be 2 if rows fill a slot. The
+    // last slots are left for a refill when the products are on their way to other blocks.
+    template <int N, int R>
+    __device__ Pack<N * R> products(const float* rows, int C, int n) {
+        constexpr int M = R == 1 && SLOTS >= 4 ? 4 : 1;  // as in GPT-2's hidden channels
+        Pack<R> sums[N][PLACES] = {};
+        Pack<N * R> sum = {};
+        const float* x = rows + W * (threadIdx.x % 32);
+        if (N == 2 && n == 2) add_slots<N, 1>(sums, x, C, C);
+        else if (C == M * SLOT) add_slots<1, M>(sums, x, C, C);
+        else
+#pragma unroll 1
+            for (int left = C; left > 0; left -= SLOT, x += SLOT) add_slots<1, 1>(sums, x, left, C);
 #pragma unroll
-        for (int i = 0; i < PLACES; i++) sum = sum + sums[i];
-        for (int r = 0; r < R; r++) sum[r] = warp_sum(sum[r]);
+        for (int k = 0; k < N * R; k++) {
+#pragma unroll
+            for (int i = 0; i < PLACES; i++) sum[k] += sums[k / R][i][k % R];
+            sum[k] = warp_sum(sum[k]);
+        }
         return sum;
     }
 };
@@ -673,7 +699,7 @@ __device__ void take_pairs(Pack<2>* to, const Dates& dates, int phase, F f) {
 // rows, in shared memory, are `count` numbers.
 __device__ void take_rows(float* rows, const Total* from, const Dates& dates, int phase,
                           int count) {
-    constexpr int loads = 4;
+    constexpr int loads = 3;
     for (int start = 2 * threadIdx.x; start < count; start += loads * 2 * THREADS) {
         Pack<2> v[loads];
         auto at = [&](int k) { return start + k * 2 * THREADS; };
@@ -778,9 +804,9 @@ struct ToWords {
     }
 };
 
-// Ask L2 for `size` numbers, unless null: each of a grid's first threads for 128 bytes.
-__device__ void prefetch_all(const real* numbers, size_t size) {
-    size_t i = (size_t)(blockIdx.x * THREADS + threadIdx.x) * (128 / sizeof(real));
+// Ask L2 for `size` numbers, unless null: a thread for 128 bytes, if there are enough.
+__device__ void prefetch_all(const real* numbers, int size, int thread) {
+    int i = thread * (128 / (int)sizeof(real));
     if (numbers && i < size) prefetch(numbers + i);
 }
 
@@ -816,7 +842,7 @@ __device__ void run_phases(const TokenPass& p, int from, int to, int passes, flo
         int l = (phase - 1) / PHASES, part = (phase - 1) % PHASES;
         return phase == 0 ? 0 : 4 * l + part - (part > 1);
     };
-    int NKV = p.NH / GROUP, C = p.C, own = blockIdx.x * THREADS + threadIdx.x;
+    int NKV = p.NH / GROUP, C = p.C;
     int phases = 2 + PHASES * p.L;
     auto layer = [&](int l) { return (size_t)l * p.rows * NKV * p.T * HS; };  // its keys' place
     // where the words begin of the stream and attention's output (B,C), the MLP's hidden channels
@@ -835,29 +861,38 @@ __device__ void run_phases(const TokenPass& p, int from, int to, int passes, flo
     __shared__ Total best[THREADS / 32][R];  // candidates for the next tokens
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     ToWords out{dates, 0, 0, nullptr, nullptr, p.V, best[warp] + lane};
-    for (int pass = 0; pass < passes; pass++) {
+    // Ask for what the next two products read besides weights, and for the keys and values of layer
+    // l, unless it is negative. The last warps do so while others wait for what they normalise.
+    auto give_hints = [&](int i, int l) {
+        int thread = blockIdx.x * HINTS + threadIdx.x - (THREADS - HINTS);
+        for (int k = i + 1; k <= i + 2; k++) {
+            const Product& next = products[k % count];
+            prefetch_all(next.normw, next.C, thread);
+            prefetch_all(next.normb, next.C, thread);
+            prefetch_all(next.bias, next.OC, thread);
+        }
+        for (int b = 0; l >= 0 && b < p.B; b++) {
+            constexpr int line = 128 / sizeof(real);
+            int lines = ((positions[b] + 1) * HS + line - 1) / line;  // of a head
+            for (int k = thread; k < NKV * lines; k += gridDim.x * HINTS) {
+                size_t head = b * NKV + k / lines;
+                size_t at = layer(l) + head * p.T * HS + k % lines * line;
+                prefetch(p.keys + at);
+                prefetch(p.values + at);
+            }
+        }
+    };
+    for (; passes > 0; passes--) {
         for (int phase = from; phase < to; phase++) {
             int l = (phase - 1) / PHASES, part = phase == 0 || l == p.L ? -1 : (phase - 1) % PHASES;
             int i = products_before(phase);
-            const Product &now = products[i], &next = products[min(i + 1, count - 1)];
-            prefetch_all(next.normw, next.C);
-            prefetch_all(next.normb, next.C);
-            prefetch_all(next.bias, next.OC);
-            for (int b = 0; part == 0 && b < p.B; b++) {  // attention comes next
-                constexpr int line = 128 / sizeof(real);
-                int lines = ((positions[b] + 1) * HS + line - 1) / line;  // of a head
-                for (int k = own; k < NKV * lines; k += gridDim.x * THREADS) {
-                    size_t head = b * NKV + k / lines;
-                    size_t at = layer(l) + head * p.T * HS + k % lines * line;
-                    prefetch(p.keys + at);
-                    prefetch(p.values + at);
-                }
-            }
+            const Product& now = products[i];
             bool multiplies = phase > 0 && part != 1;
             // shared memory is free from here on
             bool any = __syncthreads_or(multiplies && first < now.OC);
             if (phase == 0) {
                 int threads = gridDim.x * THREADS, packs = C / 4;
+                int own = blockIdx.x * THREADS + threadIdx.x;
                 for (int k = own; k < p.B * packs; k += threads) {
                     int row = k / packs, c = 4 * (k % packs);
                     Pack<4> sum = load<4>(p.wte + (size_t)tokens[row] * C + c);
@@ -884,15 +919,19 @@ __device__ void run_phases(const TokenPass& p, int from, int to, int passes, flo
                 out.words = words(part == 0 ? QKV : part == 3 ? HIDDEN : STREAM);
                 out.logits = part < 0 ? p.logits : nullptr;
                 if (lane < R) *out.best = 0;
+                if (now.normw && threadIdx.x >= THREADS - HINTS) give_hints(i, part == 0 ? l : -1);
                 if (now.normw)
                     norm_rows<R>(rows, words(STREAM), dates, phase - 1, now.normw, now.normb,
                                  p.eps, p.B);
                 else
                     take_rows(rows, words(part == 2 ? ATTY : HIDDEN), dates, phase - 1,
                               p.B * now.C);
-                first = linear(out, now.bias, now.activation, p.B, now.OC, first,
-                               gridDim.x * (THREADS / 32),
-                               [&](int) { return weights.products<R>(rows, now.C); });
+                constexpr int N = R == 1 ? 2 : 1;  // as registers hold
+                bool pairs = N == 2 && now.C == Weights::SLOT && now.activation != SWIGLU;
+                first = linear<R>(out, now.bias, now.activation, p.B, now.OC, first,
+                                  gridDim.x * (THREADS / 32), pairs, [&](int, int n) {
+                                      return weights.products<N, R>(rows, now.C, n);
+                                  });
                 weights.refill();
             }
             if (multiplies) first -= now.OC;
