@@ -608,7 +608,6 @@ struct Weights {
     // Each place has a sum, which is a short chain. Without branches it is several times faster.
     template <int N, int M, int R>
     __device__ void add_slots(Pack<R> (*sums)[PLACES], const float* x, int left, int C) {
-        refill();
         wait_for_copies<SLOTS - N * M>();
         const real* at[N * M];  // the slots
         for (int k = 0, next = slot; k < N * M; k++, next = following(next))
@@ -637,15 +636,19 @@ struct Weights {
     // last slots are left for a refill when the products are on their way to other blocks.
     template <int N, int R>
     __device__ Pack<N * R> products(const float* rows, int C, int n) {
-        constexpr int M = R == 1 && SLOTS >= 4 ? 4 : 1;  // as in GPT-2's hidden channels
+        constexpr int M = N == 2 && SLOTS >= 4 ? 4 : 1;  // GPT-2's hidden channels fill four
         Pack<R> sums[N][PLACES] = {};
         Pack<N * R> sum = {};
         const float* x = rows + W * (threadIdx.x % 32);
+        refill();
         if (N == 2 && n == 2) add_slots<N, 1>(sums, x, C, C);
         else if (C == M * SLOT) add_slots<1, M>(sums, x, C, C);
         else
 #pragma unroll 1
-            for (int left = C; left > 0; left -= SLOT, x += SLOT) add_slots<1, 1>(sums, x, left, C);
+            for (int left = C; left > 0; left -= SLOT, x += SLOT) {
+                add_slots<1, 1>(sums, x, left, C);
+                if (left > SLOT) refill();
+            }
 #pragma unroll
         for (int k = 0; k < N * R; k++) {
 #pragma unroll
@@ -926,8 +929,9 @@ __device__ void run_phases(const TokenPass& p, int from, int to, int passes, flo
                 else
                     take_rows(rows, words(part == 2 ? ATTY : HIDDEN), dates, phase - 1,
                               p.B * now.C);
-                constexpr int N = R == 1 ? 2 : 1;  // as registers hold
-                bool pairs = N == 2 && now.C == Weights::SLOT && now.activation != SWIGLU;
+                // as registers hold
+                constexpr int N = R == 1 && CHANNELS == Weights::SLOT ? 2 : 1;
+                bool pairs = N == 2 && now.C == CHANNELS && now.activation != SWIGLU;
                 first = linear<R>(out, now.bias, now.activation, p.B, now.OC, first,
                                   gridDim.x * (THREADS / 32), pairs, [&](int, int n) {
                                       return weights.products<N, R>(rows, now.C, n);
