@@ -724,6 +724,7 @@ __device__ void norm_rows(float* rows, const Total* x, const Dates& dates, int p
                           float eps, int B) {
     constexpr int C = CHANNELS, parts = (C + 63) / 64, warps = THREADS / 32;
     constexpr int tasks = (R * parts + warps - 1) / warps;  // of a warp
+    constexpr int at_once = R == 1 ? parts : 4;  // as registers hold
     __shared__ float sums[2][R * parts];
     int warp = threadIdx.x / 32, column = 2 * (threadIdx.x % 32);
     Pack<2> v[tasks] = {};
@@ -737,7 +738,7 @@ __device__ void norm_rows(float* rows, const Total* x, const Dates& dates, int p
     };
     auto of_row = [&](const float* sums, int row) {
         float sum = 0.0f;
-#pragma unroll
+#pragma unroll(at_once)
         for (int i = 0; i < parts; i++) sum += sums[row * parts + i];
         return sum / C;
     };
