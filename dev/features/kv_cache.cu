@@ -547,7 +547,7 @@ struct Weights {
     static constexpr int steps = (CHANNELS + STEP - 1) / STEP;
     static constexpr int PLACES = steps % 5 == 0 ? 5 : steps % 4 == 0 ? 4 : steps % 3 == 0 ? 3
                                   : steps < 4 ? steps : 4;
-    static constexpr int SLOT = PLACES * STEP, SLOTS = AHEAD / PLACES;
+    static constexpr int SLOT = PLACES * STEP, SLOTS = AHEAD / PLACES, SUMS = 2;
     real* places;            // this lane's: one every W * THREADS numbers
     const Product* list;     // of all products
     int i, count;            // the one that is copied, of how many
@@ -605,19 +605,19 @@ struct Weights {
         }
     }
     // Add the products of M slots of each of N rows, which have `left` more numbers, with R rows.
-    // Each place has a sum, which is a short chain. Without branches it is several times faster.
+    // There are two sums, which are short chains. Without branches it is several times faster.
     template <int N, int M, int R>
-    __device__ void add_slots(Pack<R> (*sums)[PLACES], const float* x, int left, int C) {
+    __device__ void add_slots(Pack<R> (*sums)[SUMS], const float* x, int left, int C) {
         wait_for_copies<SLOTS - N * M>();
         const real* at[N * M];  // the slots
         for (int k = 0, next = slot; k < N * M; k++, next = following(next))
             at[k] = places + next * PLACES * (W * THREADS);
-        auto add = [&](int m, int i, int place) {
+        auto add = [&](int m, int place, int sum) {
             for (int n = 0; n < N; n++) {
                 Pack<W> w = load<W>(at[n * M + m] + place * (W * THREADS));
                 for (int r = 0; r < R; r++) {
                     Pack<W> values = load<W>(x + r * C + m * SLOT + place * STEP);
-                    for (int j = 0; j < W; j++) sums[n][i][r] += w[j] * values[j];
+                    for (int j = 0; j < W; j++) sums[n][sum][r] += w[j] * values[j];
                 }
             }
         };
@@ -625,10 +625,10 @@ struct Weights {
 #pragma unroll
             for (int m = 0; m < M; m++)
 #pragma unroll
-                for (int i = 0; i < PLACES; i++) add(m, i, i);
+                for (int i = 0; i < PLACES; i++) add(m, i, i % SUMS);
         } else {
 #pragma unroll 1
-            for (int i = 0; i * STEP + W * (threadIdx.x % 32) < left; i++) add(0, 0, i);
+            for (int i = 0; i * STEP + W * (threadIdx.x % 32) < left; i++) add(0, i, 0);
         }
         used = N * M;
     }
@@ -637,8 +637,8 @@ struct Weights {
     template <int N, int R>
     __device__ Pack<N * R> products(const float* rows, int C, int n) {
         constexpr int M = N == 2 && SLOTS >= 4 ? 4 : 1;  // GPT-2's hidden channels fill four
-        Pack<R> sums[N][PLACES] = {};
-        Pack<N * R> sum = {};
+        Pack<R> sums[N][SUMS] = {};
+        Pack<N * R> sum;
         const float* x = rows + W * (threadIdx.x % 32);
         refill();
         if (N == 2 && n == 2) add_slots<N, 1>(sums, x, C, C);
@@ -650,11 +650,8 @@ struct Weights {
                 if (left > SLOT) refill();
             }
 #pragma unroll
-        for (int k = 0; k < N * R; k++) {
-#pragma unroll
-            for (int i = 0; i < PLACES; i++) sum[k] += sums[k / R][i][k % R];
-            sum[k] = warp_sum(sum[k]);
-        }
+        for (int k = 0; k < N * R; k++)
+            sum[k] = warp_sum(sums[k / R][0][k % R] + sums[k / R][1][k % R]);
         return sum;
     }
 };
@@ -702,7 +699,7 @@ __device__ void take_pairs(Pack<2>* to, const Dates& dates, int phase, F f) {
 // rows, in shared memory, are `count` numbers.
 __device__ void take_rows(float* rows, const Total* from, const Dates& dates, int phase,
                           int count) {
-    constexpr int loads = 3;
+    constexpr int loads = 4;
     for (int start = 2 * threadIdx.x; start < count; start += loads * 2 * THREADS) {
         Pack<2> v[loads];
         auto at = [&](int k) { return start + k * 2 * THREADS; };
