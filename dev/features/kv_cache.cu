@@ -822,7 +822,8 @@ __device__ void prefetch_all(const real* numbers, int size, int thread) {
 // candidates, and each chooses. All blocks must be on the GPU at once, since they wait for
 // each other; on a CPU there may be only one if there are several phases. No block is so far ahead
 // that it overwrites what another still reads: each number of a phase depends on all of those
-// before. But a block without a row of a product does not wait for what it multiplies.
+// before, and each block has rows of a layer's weights. But a block without a row of a product does
+// not wait for what it multiplies, which may be overwritten then.
 //
 // ring is shared memory: places for weights on their way, the list of products, and behind it the
 // rows that a product reads, or attention's numbers. Items: blocks, at most as many as the GPU has
@@ -855,8 +856,8 @@ __device__ void run_phases(const TokenPass& p, int from, int to, int passes, flo
     };
     int first = first_row(p, products_before(from));  // of this warp, of the next product
     Weights weights((real*)ring, products, products_before(from), count, passes, first);
-    // Each block counts its end: until then the sum has the same multiple of blocks. Words begin as
-    // zeros, which is no date.
+    // Each block counts its end, so the quotient stays the same until all have ended. Words begin
+    // as zeros, which is no date.
     unsigned launches = receive(p.ended) / gridDim.x;
     Dates dates{launches * PASSES * (phases + 1) + 1, to - from > 1 ? ~0u : 0};
     __shared__ Total best[THREADS / 32][R];  // candidates for the next tokens
@@ -892,6 +893,7 @@ __device__ void run_phases(const TokenPass& p, int from, int to, int passes, flo
             // shared memory is free from here on
             bool any = __syncthreads_or(multiplies && first < now.OC);
             if (phase == 0) {
+                if (lane < R) *out.best = 0;
                 int threads = gridDim.x * THREADS, packs = C / 4;
                 int own = blockIdx.x * THREADS + threadIdx.x;
                 for (int k = own; k < p.B * packs; k += threads) {
@@ -919,7 +921,6 @@ __device__ void run_phases(const TokenPass& p, int from, int to, int passes, flo
                 out.now = phase, out.old = part == 2 ? phase - 3 : part == 4 ? phase - 2 : -1;
                 out.words = words(part == 0 ? QKV : part == 3 ? HIDDEN : STREAM);
                 out.logits = part < 0 ? p.logits : nullptr;
-                if (lane < R) *out.best = 0;
                 if (now.normw && threadIdx.x >= THREADS - HINTS) give_hints(i, part == 0 ? l : -1);
                 if (now.normw)
                     norm_rows<R>(rows, words(STREAM), dates, phase - 1, now.normw, now.normb,
