@@ -209,7 +209,8 @@ using Total = unsigned long long;
 
 // What blocks tell each other. count_in_order adds 1 to a count, which becomes 0 after `last`, and
 // returns what was there. Who counts later also sees what this thread's block wrote before. send
-// and receive are for 8 bytes that arrive together, and that need no such order.
+// and receive are for 8 bytes that arrive together, and that need no such order. Who must receive
+// them again calls wait_for_block: an error on a CPU, where a block runs alone.
 #ifdef __CUDACC__
 __device__ int count_in_order(int* p, int last) {
     int before;
@@ -229,6 +230,7 @@ __device__ void receive(const Total* p, Total& x, Total& y) {  // neighbours, th
     asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
                  : "=l"(x), "=l"(y) : "l"(p) : "memory");
 }
+__device__ void wait_for_block() {}
 #else
 __device__ int count_in_order(int* p, int last) {
     __threadfence();
@@ -239,6 +241,7 @@ __device__ int count_in_order(int* p, int last) {
 __device__ void send(Total* p, Total x) { *p = x; }
 __device__ Total receive(const Total* p) { return *p; }
 __device__ void receive(const Total* p, Total& x, Total& y) { x = p[0], y = p[1]; }
+__device__ void wait_for_block() { __trap(); }
 #endif
 
 // ---- attention for one query a head ----
@@ -675,8 +678,7 @@ __device__ float number_of(Total word) { return __uint_as_float((unsigned)word);
 // A number that a phase has handed out.
 __device__ float take(const Total* from, const Dates& dates, int phase) {
     Total word;
-    do word = receive(from);
-    while (dates.late(word, phase));
+    while (dates.late(word = receive(from), phase)) wait_for_block();
     return number_of(word);
 }
 // Neighbours, for `count` values of k: f(k) is where. All are asked for before the first is needed.
@@ -693,6 +695,7 @@ __device__ void take_pairs(Pack<2>* to, const Dates& dates, int phase, F f) {
                 to[k] = {number_of(x), number_of(y)};
                 late |= dates.late(x, phase) || dates.late(y, phase);
             }
+        if (late) wait_for_block();
     } while (late);
 }
 
@@ -789,7 +792,7 @@ struct ToWords {
     __device__ Total before(size_t at) { return old < 0 ? 0 : receive(words + at); }
     __device__ void put(size_t at, int o, float y, Total before) {
         if (old >= 0) {
-            while (dates.late(before, old)) before = receive(words + at);
+            for (; dates.late(before, old); before = receive(words + at)) wait_for_block();
             dates.hand(words + at, number_of(before) + y, now);
             return;
         }
