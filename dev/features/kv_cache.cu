@@ -863,7 +863,8 @@ __device__ void run_phases(const TokenPass& p, int from, int to, int passes, flo
     // as zeros, which is no date.
     unsigned launches = receive(p.ended) / gridDim.x;
     Dates dates{launches * PASSES * (phases + 1) + 1, to - from > 1 ? ~0u : 0};
-    __shared__ Total best[THREADS / 32][R];  // candidates for the next tokens
+    constexpr int N = R == 1 && CHANNELS == Weights::SLOT ? 2 : 1;  // rows at once, in registers
+    __shared__ Total best[THREADS / 32][N * R];  // candidates for the next tokens, by lanes
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     ToWords out{dates, 0, 0, nullptr, nullptr, p.V, best[warp] + lane};
     // Ask for what the next two products read besides weights, and for the keys and values of layer
@@ -896,7 +897,7 @@ __device__ void run_phases(const TokenPass& p, int from, int to, int passes, flo
             // shared memory is free from here on
             bool any = __syncthreads_or(multiplies && first < now.OC);
             if (phase == 0) {
-                if (lane < R) *out.best = 0;
+                if (lane < N * R) *out.best = 0;
                 int threads = gridDim.x * THREADS, packs = C / 4;
                 int own = blockIdx.x * THREADS + threadIdx.x;
                 for (int k = own; k < p.B * packs; k += threads) {
@@ -931,8 +932,6 @@ __device__ void run_phases(const TokenPass& p, int from, int to, int passes, flo
                 else
                     take_rows(rows, words(part == 2 ? ATTY : HIDDEN), dates, phase - 1,
                               p.B * now.C);
-                // as registers hold
-                constexpr int N = R == 1 && CHANNELS == Weights::SLOT ? 2 : 1;
                 bool pairs = N == 2 && now.C == CHANNELS && now.activation != SWIGLU;
                 first = linear<R>(out, now.bias, now.activation, p.B, now.OC, first,
                                   gridDim.x * (THREADS / 32), pairs, [&](int, int n) {
@@ -947,10 +946,11 @@ __device__ void run_phases(const TokenPass& p, int from, int to, int passes, flo
         __syncthreads();
         Total* candidates = words(CANDIDATES);
         if (int b = threadIdx.x; b < p.B) {  // of this block
-            for (int i = 1; i < THREADS / 32; i++) best[0][b] = max(best[0][b], best[i][b]);
+            Total most = 0;
+            for (int i = b; i < THREADS / 32 * N * R; i += R) most = max(most, (&best[0][0])[i]);
             Total* to = candidates + 2 * (blockIdx.x * p.B + b);
-            dates.hand(to, __uint_as_float(best[0][b] >> 32), -1);
-            dates.hand(to + 1, __uint_as_float(best[0][b]), -1);
+            dates.hand(to, __uint_as_float(most >> 32), -1);
+            dates.hand(to + 1, __uint_as_float(most), -1);
         }
         __syncthreads();  // for a CPU
         if (int b = warp; b < p.B) {  // of all

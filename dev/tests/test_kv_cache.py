@@ -194,6 +194,12 @@ def test_one_kernel(device_name, kind, rows, dtype):
         model.blocks_on_cpu = blocks
         for name, one, phases in zip(names, found, results(by_phases)):
             yield f"{name} by phases, {blocks} blocks", phases, to_float(one), EXACT
+    model.blocks_on_cpu, at = 1, device.get(cache.at)[:rows]
+    logits, _, _ = results(lambda: model.run_phases(0, 2 + PHASES * model.config.L, 1))
+    drawn = [device.get(cache.drawn)[at[b], b] for b in range(rows)]
+    wish = to_float(logits)[:, : model.config.V].argmax(1)
+    yield "drawn", np.array(drawn), wish, EXACT
+    yield "which come next", device.get(cache.tokens)[:rows], wish, EXACT
     for _ in range(100 if on_gpu else 0):
         for name, one, again in zip(names, found, results(model.pass_of_token)):
             yield f"{name} again", again, to_float(one), EXACT
