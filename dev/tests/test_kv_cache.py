@@ -205,6 +205,27 @@ def test_one_kernel(device_name, kind, rows, dtype):
             yield f"{name} again", again, to_float(one), EXACT
 
 
+@pytest.mark.parametrize("kind", (GPT2, Wide))
+def test_alone(device_name, kind):
+    """token_pass_alone gives a text the bits that token_pass gives it among four."""
+    model, _ = models(device_name, "bf16", kind, 40, 4)
+    if device_name == "cuda" and not model.in_one:
+        pytest.skip("this GPU has too little shared memory")
+    model.in_one, positions, tokens = True, [9, 0, 31, 17], tokens_of(4)
+    stored = [real(model.device, 0.5 * normal(*model.cache.keys.shape))[0] for _ in range(2)]
+
+    def logits(rows):
+        model.device.put(model.cache.keys, stored[0])
+        model.device.put(model.cache.values, stored[1])
+        model.begin(rows, tokens[rows], positions[rows])
+        model.pass_of_token()
+        return model.device.get(model.now.logits)
+
+    among = logits(slice(0, 4))
+    for row in range(4):
+        yield f"text {row}", logits(slice(row, row + 1))[0], to_float(among[row]), EXACT
+
+
 def test_struct():
     """kv_cache.py lays out TokenPass as the compiler does: 8 bytes a pointer, 4 a number, in this
     order; and has the constants of kv_cache.cu."""
