@@ -7,8 +7,8 @@ kernels.cu.
 Up to four sequences, where shared memory suffices: token_pass, which is all layers in one launch,
 for one sequence token_pass_alone. Elsewhere token_embedding, token_linear and token_attention do
 the same, each in a launch of its own: read these first. More sequences: token_embedding,
-token_attention, and the device's products. Then draw_tokens. keep_keys is for the pass over a
-prompt.
+token_attention, and the device's products. Then draw_tokens; the likeliest tokens are drawn by
+token_pass itself, for several passes in one launch. keep_keys is for the pass over a prompt.
 */
 
 namespace kv_cache {

@@ -11,7 +11,7 @@ kernel: token_pass, whose blocks read weights without a break while they wait fo
 its shared memory is too small for that, and on a CPU, a layer is five launches: each product makes
 the norm before it, or adds to the residual stream. More sequences are products of matrices, by the
 device's library. On a GPU the pass is a graph: tokens and positions are in device memory, where the
-next token is drawn too.
+next token is drawn too. token_pass draws the likeliest tokens itself, several in one launch.
 
 The cache holds T tokens. Beyond that the model sees the last T, whose positions all change with
 each token: then every token costs a full pass, as it does with --kv-cache 0. A full pass of
@@ -349,7 +349,8 @@ class Cached:
 
     def run_phases(self, first, end, drawn=0):
         """Launch token_pass for one of its phases or all: the embedding, PHASES of each layer, the
-        head. With `drawn` for so many passes, each of which draws the likeliest tokens."""
+        head. If `drawn` is not 0, all of them so many times: each pass draws the likeliest tokens,
+        which the next one begins with."""
         device = self.device
         blocks = self.blocks_on_cpu
         if device.name == "cuda":
