@@ -36,6 +36,7 @@ from dev.features.fused_biases import OUTPUT, SOURCE as FUSED, FusedBiases, outp
 from dev.features.fp8.fp8_gelu import SOURCES as FP8_GELU
 from dev.features.hopper.attention_five import FiveProducts, SOURCES as FIVE
 from dev.features.hopper.gelu_products import SOURCES as GELU
+from dev.features.hopper.swiglu_products import SOURCES as SWIGLU
 from dev.features.hopper.symmetric import SOURCES as SYMMETRIC
 from dev.features.order import SOURCES
 from dev.features.seams import GPT2
@@ -56,8 +57,9 @@ CAPABILITIES = {f"sm_{digits(capability)}": capability for capability in GPUS}
 LLAMA = Config3.SOURCES[-1]
 DTYPES = {"fp32": ["-DFP32"], "tf32": ["-DTF32"], "bf16": ["-DBF16"],
           "fp8": ["-DBF16", *output_switches(FP8_OUTPUT)]}
+TURNS = [*GELU, SWIGLU[-1], SYMMETRIC[-1]]
 FEATURES = [LLAMA, *(path for path in SOURCES
-                     if path not in (FP8, *FP8_GELU, *FIVE, *GELU, *SYMMETRIC))]
+                     if path not in (FP8, *FP8_GELU, *FIVE, *TURNS))]
 LAB = [TOP / "dev/lab/tiles.cu", *sorted((TOP / "dev/lab/kernels").glob("*.cu"))]
 LAB_WGMMA = [LLAMA, *(path for path in LAB
                       if re.search("HAS_WGMMA|HEAD_LD", path.read_text("utf-8")))]
@@ -136,7 +138,7 @@ def main():
             more = [(gpu, c) for gpu in own for c in HEADS.values()
                     if c != SMALL and gpu != "sm_75"]
         large = others if dtype != "tf32" or not few else others[:1]
-        turns = [(gpu, SMALL, [*GELU, SYMMETRIC[-1]], 0) for gpu in own
+        turns = [(gpu, SMALL, TURNS, 0) for gpu in own
                  if (gpu, dtype) == ("sm_90a", "bf16")]
         summed = [(gpu, SMALL, [FUSED]) for gpu in (own[-1:] if few else own)]
         return [*((gpu, SMALL, lab.get(gpu, ()), 2**20) for gpu in own), *more, *large, *turns,

@@ -1,10 +1,11 @@
 """Check and time kernels for Hopper beside what they replace: attention's gradient with five
-products, attention_five.cu; the products with GELU, gelu_products.cu; Muon's symmetric products,
-symmetric.cu.
+products, attention_five.cu; the products with GELU, gelu_products.cu, and with SwiGLU,
+swiglu_products.cu; Muon's symmetric products, symmetric.cu.
 
     python -m dev.bench.time_kernels five                  # on a Hopper GPU: checks, then times
     python -m dev.bench.time_kernels five --shape B=8,T=2048,NH=16 --try AT_ONCE=8,AT_ONCE=32
     python -m dev.bench.time_kernels gelu --shape "M=65536,C=768;M=8192,C=1600"
+    python -m dev.bench.time_kernels swiglu --shape "M=8192,C=2048,H=8192"
     python -m dev.bench.time_kernels symmetric --shape "n=48,rows=768,columns=768"
     CXXFLAGS="-O1 -DHOPPER" python -m dev.bench.time_kernels gelu --device emulated  # only checks
     CXXFLAGS="-O1 -DHOPPER -fsanitize=thread" \\
@@ -12,7 +13,8 @@ symmetric.cu.
 
 They are checked against NumPy in float64 at small sizes. Times are medians in microseconds. Those
 of five stand beside the trainer's kernels with seven products, and cuDNN's gradient if PyTorch is
-installed; those of the others beside cuBLASLt's. M is the number of rows, B*T; n the number of
+installed; those of swiglu beside cuBLASLt's products with the trainer's kernels for SwiGLU; those
+of the others beside cuBLASLt's. M is the number of rows, B*T; n the number of
 matrices.
 """
 import dataclasses
@@ -35,20 +37,23 @@ from dev.features.hopper.attention_five import (
     HOPPER, ROWS, SOURCES as FIVE, five_table, launch_delta, launch_dq, launch_five)
 from dev.features.hopper.gelu_products import (
     HEIGHT, SOURCES as GELU, OwnGelu, multiply_dgelu, multiply_gelu)
-from dev.features.hopper import symmetric
+from dev.features.hopper import swiglu_products, symmetric
 from dev.features.muon import COEFFICIENTS, BatchOnCpu, BatchOnGpu
 from dev.features.products import TimedProducts
 from dev.lab import heads, timing
 from dev.lab.bench import BF16_LIMIT, Bench
+from dev.lab.formulas import dswiglu, swiglu
 from dev.lab.ladder import ANY, Ladder, SwitchedConfig, Version, parse_sizes
+from dev.llama3.train_llama3 import Config3
 from prepro_tinyshakespeare import UserError, run_main
 from train_gpt2 import BF16, read_kernels, to_float
 
 FLAGS = [
-    (None, "kernels", ("five", "gelu", "symmetric"), None, "which to check and to time"),
+    (None, "kernels", ("five", "gelu", "swiglu", "symmetric"), None, "which to check and to time"),
     (None, "--device", ("emulated", "cuda"), "cuda", "emulated: only checks"),
     (None, "--shape", str, None, "sizes to time, or on a CPU to check, several after one another: "
-     "B=8,T=2048,NH=16, M=65536,C=768;M=8192,C=1600 or n=12,rows=768,columns=3072"),
+     "B=8,T=2048,NH=16, M=65536,C=768;M=8192,C=1600, M=8192,C=2048,H=8192 or "
+     "n=12,rows=768,columns=3072"),
     (None, "--no-check", "switch", 0, "1: only time"),
     (None, "--try", str, "AT_ONCE=16", "what to compile five with, in turn: AT_ONCE=8,AT_ONCE=32"),
 ]
@@ -320,9 +325,10 @@ def array_on(device, shape, dtype):
     return array.view(dtype).reshape(shape)
 
 
-def drawn(device, M, C, OC=None):
-    """Inputs on the device. Of many rows the first 4,096 are repeated. GELU saturates in some."""
-    rng, OC = np.random.default_rng(1), OC or 4 * C
+def drawing(device):
+    """draw(scale, rows, columns): random numbers in bf16 on the device. Of many rows the first
+    4,096 are repeated."""
+    rng = np.random.default_rng(1)
 
     def draw(scale, *shape):
         array = array_on(device, shape, BF16)
@@ -334,6 +340,12 @@ def drawn(device, M, C, OC=None):
                 array[i : i + 4096] = array[: min(4096, shape[0] - i)]
         return array
 
+    return draw
+
+
+def drawn(device, M, C, OC=None):
+    """Inputs on the device. GELU saturates in some."""
+    draw, OC = drawing(device), OC or 4 * C
     return SimpleNamespace(inp=draw(1, M, C), w=draw(2 * C**-0.5, OC, C), bias=draw(3, OC),
                            dout=draw(1, M, C), wproj=draw(C**-0.5, C, OC), fch_in=draw(3, M, OC))
 
@@ -429,6 +441,110 @@ def shape_of_gelu(text, on_gpu):
         raise UserError(f"--shape {text}: expected M, C and perhaps OC, with C and OC multiples of "
                         "64, such as M=8192,C=1600")
     return text or GELU_SHAPE
+
+
+# ---- The products with SwiGLU
+
+SWIGLU_KERNELS = {"matmul_swiglu", "matmul_dswiglu"}
+SWIGLU_CHECKS = ("M=1,C=64,H=64", "M=129,C=64,H=192", "M=300,C=192,H=256", "M=2700,C=64,H=192")
+SWIGLU_SHAPE = "M=8192,C=2048,H=8192"  # Llama 3.2 1B at B=4, T=2048
+
+
+def make_swiglu(name, *_):
+    """A device with the kernels, for all sizes, and on a GPU with Llama's. Raises UserError."""
+    check_hopper(name, swiglu_products.SOURCE)
+    config = Config3(C=768, NH=12)
+    if name == "emulated":
+        return Emulated("bf16", config, swiglu_products.SOURCES, only=SWIGLU_KERNELS)
+    return stack(FastCuda, [TimedProducts])("bf16", config, swiglu_products.SOURCES)
+
+
+def drawn_swiglu(device, M, C, H):
+    """Inputs on the device, and outputs. SwiGLU saturates in some."""
+    draw = drawing(device)
+    return SimpleNamespace(
+        inp=draw(1, M, C), w=draw(2 * C**-0.5, 2 * H, C), dout=draw(1, M, C),
+        wproj=draw(C**-0.5, C, H), fch_in=draw(3, M, 2 * H),
+        **{name: array_on(device, (M, 2 * H), BF16) for name in ("fch", "dfch")},
+        fch_swiglu=array_on(device, (M, H), BF16))
+
+
+def with_swiglu(device, a):
+    swiglu_products.multiply_swiglu(device, a.fch, a.fch_swiglu, a.inp, a.w)
+
+
+def with_dswiglu(device, a):
+    swiglu_products.multiply_dswiglu(device, a.dfch, a.dout, a.wproj, a.fch_in)
+
+
+def faults_of_swiglu(device, M, C, H):
+    """Run both on the device. Returns [(what, error, limit)] against NumPy in float64. In place
+    there have to be the same bits."""
+    a = drawn_swiglu(device, M, C, H)
+    inp, w, dout, wproj, fch_in = in_float64(device, a.inp, a.w, a.dout, a.wproj, a.fch_in)
+    with_swiglu(device, a)
+    with_dswiglu(device, a)
+    swiglu_products.multiply_dswiglu(device, a.fch_in, a.dout, a.wproj, a.fch_in)
+    in_place = (device.get(a.fch_in) == device.get(a.dfch)).all()
+    fch, fch_swiglu, dfch = in_float64(device, a.fch, a.fch_swiglu, a.dfch)
+    wish, = dswiglu(dout @ wproj, fch_in)
+    return [("fch", off(fch, inp @ w.T), BF16_LIMIT),
+            ("fch_swiglu", off(fch_swiglu, swiglu(fch)), BF16_LIMIT),
+            ("dfch", off(dfch, wish), BF16_LIMIT), ("in place", 1 - in_place, 0)]
+
+
+def check_swiglu(device, text):
+    """Check both at a size. Returns how many results are wrong."""
+    found = faults_of_swiglu(device, **parse_sizes(text))
+    print(f"{text}: " + ", ".join(f"{what} {error:.1e}{'' if error <= limit else ' WRONG'}"
+                                  for what, error, limit in found), flush=True)
+    return sum(not error <= limit for _, error, limit in found)
+
+
+def time_swiglu(device, text, peers):
+    """Print the times at a size beside cuBLASLt's products and the trainer's kernels, and how far
+    their results are from ours. Returns whether results are wrong."""
+    a = drawn_swiglu(device, **parse_sizes(text))
+    b = SimpleNamespace(**{**vars(a), **{name: array_on(device, getattr(a, name).shape, BF16)
+                                         for name in ("fch", "fch_swiglu", "dfch")}})
+    N, H = a.fch_swiglu.shape
+    said = same_bits(lambda: (with_swiglu(device, a), with_dswiglu(device, a)),
+                     a.fch, a.fch_swiglu, a.dfch)
+
+    def apply():
+        device.launch("swiglu_forward", N * H, b.fch_swiglu, b.fch, N, H)
+
+    def gradient():
+        device.launch("swiglu_backward", N * H, b.dfch, b.fch_swiglu, b.fch_in, N, H)
+
+    device.matmul(b.fch, b.inp, b.w.T)
+    apply()
+    apart = ["{} max difference {:.2g} of {:.2g}".format(name, *most_apart(
+        getattr(a, name), getattr(b, name))) for name in ("fch", "fch_swiglu")]
+    device.matmul(b.fch_swiglu, b.dout, b.wproj)
+    gradient()
+    apart += ["dfch max difference {:.2g} of {:.2g}".format(*most_apart(a.dfch, b.dfch))]
+    print(f"{text}: {'; '.join([said, *apart])}", flush=True)
+    rows = {"ours: swiglu": lambda: with_swiglu(device, a),
+            "dswiglu": lambda: with_dswiglu(device, a),
+            "cuBLASLt: up and gate": lambda: device.matmul(b.fch, b.inp, b.w.T),
+            "and the kernel": lambda: (device.matmul(b.fch, b.inp, b.w.T), apply()),
+            "gradient": lambda: device.matmul(b.fch_swiglu, b.dout, b.wproj),
+            "and the kernel's": lambda: (device.matmul(b.fch_swiglu, b.dout, b.wproj), gradient())}
+    for _ in range(2):
+        words = ", ".join(f"{what} {us(device, work)}" for what, work in rows.items())
+        print(f"{text}, us: {words}", flush=True)
+    return said.startswith("error")
+
+
+def shape_of_swiglu(text, on_gpu):
+    """The sizes in words, or the default. Raises UserError."""
+    sizes = parse_sizes(text or SWIGLU_SHAPE)
+    if not sizes.keys() == {"M", "C", "H"} or not all(sizes.values()) or (
+            sizes["C"] % 64 or sizes["H"] % 64):
+        raise UserError(f"--shape {text}: expected M, C and H, with C and H multiples of 64, such "
+                        f"as {SWIGLU_SHAPE}")
+    return text or SWIGLU_SHAPE
 
 
 # ---- Muon's symmetric products
@@ -590,6 +706,7 @@ def shape_of_symmetric(text, on_gpu):
 
 KINDS = {"five": (shape_of_five, FIVE_CHECKS, make_five_for, check_five, time_five),
          "gelu": (shape_of_gelu, GELU_CHECKS, make_gelu, check_gelu, time_gelu),
+         "swiglu": (shape_of_swiglu, SWIGLU_CHECKS, make_swiglu, check_swiglu, time_swiglu),
          "symmetric": (shape_of_symmetric, SYMMETRIC_CHECKS, make_symmetric, check_symmetric,
                        time_symmetric)}
 DEFAULT_SHAPES = {"symmetric": SYMMETRIC_SHAPE}

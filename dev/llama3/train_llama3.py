@@ -365,17 +365,22 @@ class Llama3(GPT2):
         self.device.matmul(a.fch, a.ln2, p.fcw.T)  # (N,C) @ (C,2H) -> (N,2H)
         self.device.launch("swiglu_forward", N * H, a.fch_swiglu, a.fch, N, H)  # -> (N,H)
 
-    def layer_backward(self, l):
-        """layer_forward(l) from its last line to its first: see GPT2.layer_backward."""
-        p, g, a = self.layers[l]
-        d = self.back
+    def hidden_backward(self, p, g, a, dx):
+        """The gradient of up and gate (N,2H), given dx (N,C), that of the MLP's output."""
         N, H = a.fch_swiglu.shape
-        dx = d.dresidual
-        dln2 = datty = dln1 = d.dinp  # one buffer in turn
         dswiglu = a.fch_swiglu  # read before it is written
         self.linear_backward(dswiglu, g.fcprojw, dx, a.fch_swiglu, p.fcprojw)  # (N,C) -> (N,H)
         dfch = a.fch  # becomes its own gradient: (N,H) -> (N,2H)
         self.device.launch("swiglu_backward", N * H, dfch, dswiglu, a.fch, N, H)
+        return dfch
+
+    def layer_backward(self, l):
+        """layer_forward(l) from its last line to its first: see GPT2.layer_backward."""
+        p, g, a = self.layers[l]
+        d = self.back
+        dx = d.dresidual
+        dln2 = datty = dln1 = d.dinp  # one buffer in turn
+        dfch = self.hidden_backward(p, g, a, dx)  # (N,C) -> (N,2H)
         self.linear_backward(dln2, g.fcw, dfch, a.ln2, p.fcw)  # (N,2H) -> (N,C)
         self.norm_backward(dx, g.ln2w, dln2, a.ln2_inp, p.ln2w, a.ln2_rstd)
 

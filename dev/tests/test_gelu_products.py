@@ -22,7 +22,7 @@ from dev.cpu.emulated import Emulated
 from dev.features import order as features
 from dev.features.devices import FastCuda
 from dev.features.fused_biases import SOURCE as FUSED, with_summed_outputs
-from dev.features.hopper import attention_five, gelu_products
+from dev.features.hopper import attention_five, gelu_products, swiglu_products
 from dev.features.hopper.gelu_products import HEIGHT, fits, with_own_gelu
 from dev.features.recompute import LLAMA_SOURCE as RECOMPUTE_LLAMA, SOURCE as RECOMPUTE
 from dev.features.seams import GPT2, Training
@@ -255,15 +255,16 @@ def test_any_model():
                 kind = (Emulated if plain or Model is Llama3 else
                         with_summed_outputs(with_own_gelu(Emulated)))
                 again_too = RECOMPUTE_LLAMA if Model is Llama3 else RECOMPUTE
-                device = kind("bf16", c, (*gelu_products.SOURCES,
+                device = kind("bf16", c, (*gelu_products.SOURCES, swiglu_products.SOURCE,
                                           FUSED if kind is not Emulated else again_too, again_too))
             device.launch = noting(device.launch, launched)
             model = (model_class if plain else class_on_gpu)(Model, *again)(c, device, 1, 64)
             model.set_parameters(draw_parameters(c, 1))
             tokens = np.random.default_rng(1).integers(257, size=(2, 1, 64))
             found.append(gradients(model, tokens))
-        check(f"{Model.__name__} {again}: launched",
-              ("matmul_dgelu" in launched) == (Model is GPT2))
+        own = {name for name in launched if name.startswith("matmul_d")}
+        wish = "matmul_dgelu" if Model is GPT2 else "matmul_dswiglu"
+        check(f"{Model.__name__} {again}: launched", own == {wish}, own)
         for name, wish in found[0].items():
             yield f"{Model.__name__} {again} {name}", found[1][name], wish, 4 * BF16_LIMIT
 

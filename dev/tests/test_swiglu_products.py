@@ -1,0 +1,210 @@
+"""Test Llama's products with SwiGLU of dev/features/hopper/swiglu_products.cu: on a CPU as on
+Hopper, and on a Hopper GPU.
+
+    pytest dev/tests/test_swiglu_products.py -k planted --faults 99   # all planted faults
+    pytest dev/tests/test_swiglu_products.py -m longest               # races
+"""
+import contextlib
+import os
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from dev.bench import time_kernels
+from dev.common.bf16 import to_bf16
+from dev.common.config import Config, draw_parameters
+from dev.common.gpus import GPUS, blocks_that_fit
+from dev.common.nvrtc import compile_cuda, has_nvrtc
+from dev.cpu import races
+from dev.cpu.emulated import Emulated
+from dev.features.dropout import SOURCE as DROPOUT
+from dev.features.hopper import swiglu_products
+from dev.lab.bench import BF16_LIMIT
+from dev.lab.formulas import dswiglu, swiglu
+from dev.lab.ladder import parse_sizes
+from dev.llama3.train_llama3 import Config3, Llama3
+from dev.tests.checks import EXACT, check
+from dev.tests.models import gradients, in_each_order, model_class
+from dev.tests.test_gelu_products import class_on_gpu, noting, with_fault
+from prepro_tinyshakespeare import UserError
+from train_gpt2 import to_float
+
+SWITCHES = "-O1 -DHOPPER"
+# What is wrong, in swiglu_products.cu, and what a CPU says or the first wrong result
+FAULTS = (
+    ("gate's columns are up's", "(backward ? 64 : sizes.H) * box", "64 * box", "fch"),
+    ("gate stored beside up", "(gate ? box % 2 * H : 0)", "(gate ? box % 2 * 64 : 0)", "fch"),
+    ("silu without its factor", "low(up) * left * sigmoid(left)", "low(up) * sigmoid(left)",
+     "fch_swiglu"),
+    ("SwiGLU overwrites fch before TMA has read it",
+     "            }\n    }\n    result_free(group);", "            }\n    }", "race"),
+    ("the lower rows of SwiGLU twice", "(gate ? box / 2 : box) * 64", "(gate ? box / 2 : 0) * 64",
+     "fch_swiglu"),
+    ("up's gradient without gate", "dup = d * gg;", "dup = d * g;", "dfch"),
+    ("gate's gradient without silu's slope", "(g + (gg - gg * g))", "g", "dfch"),
+    ("the right half again from the left", "x, 2 * half + side, k, i", "x, 2 * half, k, i", "dfch"),
+    ("up and gate of the left half only", "at.column + 64 * side + box % 2 * sizes.H",
+     "at.column + box % 2 * sizes.H", "dfch"),
+    ("nobody waits for the right half",
+     "mbarrier_wait(waits.fch_there[group], 1);", "", "stuck"),
+    ("the right half arrives before the left was read",
+     "mbarrier_wait(waits.result_read[n % 2], side ^ 1);", "", "stuck"),
+    ("gradients overwritten before TMA has read them",
+     "if (threadIdx.x % 128 == 0) stores_read();\n    shared", "shared", "dfch"),
+    ("columns beyond H stored", "&& column < H) {", ") {", "dfch"),
+    ("a row of tiles left out", "min(TALL, sizes.down() - band * TALL)",
+     "min(TALL, sizes.down() - band * TALL - (band > 0))", "fch"),
+    ("bands of other rows", "(band * TALL + pair % rows)", "(pair % rows)", "fch"),
+    ("no fence before TMA reads", "int group) {\n    shared_written();", "int group) {", "race"),
+)
+
+
+@pytest.fixture
+def faults(pytestconfig):
+    return pytestconfig.option.faults
+
+
+def small_device(sources=swiglu_products.SOURCES, flags=SWITCHES):
+    """A CPU with the kernels alone, as on Hopper."""
+    with mock.patch.dict(os.environ, CXXFLAGS=flags), contextlib.redirect_stdout(None):
+        return Emulated("bf16", Config(C=768, NH=12), sources, only=time_kernels.SWIGLU_KERNELS)
+
+
+def device_for(device_name):
+    """The device, or None if its GPU is no Hopper."""
+    if device_name != "cuda":
+        return small_device()
+    try:
+        return time_kernels.make_swiglu(device_name)
+    except UserError as e:
+        print(f"skipped: {e}")
+
+
+def test_products(device_name):
+    """Both products against NumPy in float64, at sizes with ragged rows and columns, and with more
+    rows of tiles than TALL."""
+    device = device_for(device_name)
+    for text in time_kernels.SWIGLU_CHECKS if device else ():
+        for order, found in in_each_order(device, time_kernels.faults_of_swiglu, device,
+                                          *parse_sizes(text).values()):
+            for what, error, limit in found:
+                check(f"{text} {order} {what}", error <= limit, f"{error:.1e}")
+
+
+def test_saturated(device_name):
+    """SwiGLU and its gradient where gate is -1e9 .. 1e9, and powers overflow."""
+    device = device_for(device_name)
+    if not device:
+        return
+    a = time_kernels.drawn_swiglu(device, 130, 64, 128)
+    size = np.logspace(-3, 9, 64)
+    gate = to_float(to_bf16(np.float32(np.r_[-size[::-1], size])))
+    both = np.broadcast_to(np.r_[np.linspace(-2, 2, 128), gate].astype(np.float32), (130, 256))
+    device.put(a.fch_in, to_bf16(both))
+    one = np.zeros((256, 64), np.float32)
+    one[:, 0] = both[0]  # fch becomes the same by a product with a unit vector
+    device.put(a.w, to_bf16(one))
+    device.put(a.inp, to_bf16(np.float32(np.eye(1, 64).repeat(130, 0))))
+    time_kernels.with_swiglu(device, a)
+    time_kernels.with_dswiglu(device, a)
+    rounded = np.float64(to_float(to_bf16(both)))
+    yield "fch", to_float(device.get(a.fch)), rounded, EXACT
+    dout, wproj = (np.float64(to_float(device.get(x))) for x in (a.dout, a.wproj))
+    with np.errstate(over="ignore"):
+        wishes = swiglu(rounded), dswiglu(dout @ wproj, rounded)[0]
+    for name, wish in zip(("fch_swiglu", "dfch"), wishes):
+        found = to_float(device.get(getattr(a, name)))
+        off = abs(found - wish) - 1e-2 * abs(wish)
+        check(f"{name} of large numbers", (off < 1e-3).all(), off.max())
+
+
+def whole(device, text="M=2200,C=128,H=320"):
+    """The first wrong result, or ""."""
+    try:
+        found = time_kernels.faults_of_swiglu(device, **parse_sizes(text))
+    except UserError as e:
+        return f"{e}"
+    return next((what for what, error, limit in found if not error <= limit), "")
+
+
+def test_planted(folder, faults):
+    """The first so many planted faults are found."""
+    check("without a fault", whole(small_device()) == "")
+    for what, old, new, wish in FAULTS[:faults]:
+        sources = with_fault(swiglu_products.SOURCES, old, new, folder)
+        said = (whole(small_device(sources, f"{SWITCHES} {races.FLAG}"), "M=150,C=64,H=64")
+                if wish == "race" else whole(small_device(sources)))
+        check(what, wish in said if wish in ("stuck", "race") else said == wish, said)
+
+
+@pytest.mark.longest
+def test_no_races():
+    """No access is a race."""
+    device = small_device(flags=f"{SWITCHES} {races.FLAG}")
+    found = time_kernels.faults_of_swiglu(device, 150, 64, 64)
+    check("no races", all(error <= limit for _, error, limit in found))
+
+
+def test_training():
+    """A model's gradients over two micro-batches with these products as without them, also with
+    dropout, which drops the gradient that the second of them reads. Where H is no multiple of 64,
+    the trainer's kernels compute SwiGLU."""
+    for H, given in ((256, ()), (192, ("--dropout", "0.2")), (200, ())):
+        c = Config3(NKV=1, maxT=64, V=257, L=2, NH=2, C=128, multiple_of=8,
+                    ffn_multiplier=(H + 0.5) / 341)
+        assert c.H == H
+        with mock.patch.dict(os.environ, CXXFLAGS=SWITCHES), contextlib.redirect_stdout(None):
+            device = Emulated("bf16", c, (*swiglu_products.SOURCES, DROPOUT))
+        launched, found = [], []
+        device.launch = noting(device.launch, launched)
+        for kind in (model_class, class_on_gpu):
+            model = kind(Llama3, *given)(c, device, 1, 64)
+            model.set_parameters(draw_parameters(c, 1))
+            tokens = np.random.default_rng(1).integers(257, size=(2, 2, 1, 64))
+            before = len(launched)
+            found.append(gradients(model, *tokens))
+        own = {name for name in launched[before:] if "swiglu" in name}
+        check(f"H={H}: launched", own == ({"matmul_swiglu", "matmul_dswiglu"} if H % 64 == 0 else
+                                          {"swiglu_forward", "swiglu_backward"}), own)
+        for name, wish in found[0].items():
+            yield f"H={H} {given} {name}", found[1][name], wish, 4 * BF16_LIMIT
+
+
+def test_compiled():
+    """For sm_90a nothing spills, and a block fits a multiprocessor."""
+    if not has_nvrtc():
+        pytest.skip("NVRTC is not installed")
+    c = Config3(C=1024, NH=8)
+    text = "".join(path.read_text("utf-8") for path in (*c.SOURCES, *swiglu_products.SOURCES))
+    log, used, _ = compile_cuda(text, "sm_90a", [
+        "-std=c++17", "-DBF16", "-DHOPPER", *c.switches()])
+    check("wgmma is not serialized", "serialized" not in log and "warning" not in log)
+    for width in (64, 128):
+        shared = swiglu_products.plan(mock.Mock(multiprocessors=132), 128, 256, width)[1]
+        for name in time_kernels.SWIGLU_KERNELS:
+            check(f"{name} spills nothing", used[name].spilled == 0, used[name])
+            check(f"{name} fits", blocks_that_fit(
+                GPUS["9.0"], used[name], swiglu_products.THREADS, shared) == 1)
+
+
+def test_beside_library(device_name):
+    """On a Hopper GPU: close to cuBLASLt's products and the trainer's kernels at the sizes of Llama
+    3.2 1B, and the same bits ten times."""
+    device = device_for(device_name) if device_name == "cuda" else None
+    if not device:
+        return
+    a = time_kernels.drawn_swiglu(device, 4096, 2048, 8192)
+    b = time_kernels.drawn_swiglu(device, 4096, 2048, 8192)
+    said = time_kernels.same_bits(
+        lambda: (time_kernels.with_swiglu(device, a), time_kernels.with_dswiglu(device, a)),
+        a.fch, a.fch_swiglu, a.dfch)
+    check("bits", said.startswith("the same"), said)
+    N, H = b.fch_swiglu.shape
+    device.matmul(b.fch, b.inp, b.w.T)
+    device.launch("swiglu_forward", N * H, b.fch_swiglu, b.fch, N, H)
+    for name in ("fch", "fch_swiglu"):
+        yield name, device.get(getattr(a, name)), to_float(device.get(getattr(b, name))), BF16_LIMIT
+    device.matmul(b.fch_swiglu, b.dout, b.wproj)
+    device.launch("swiglu_backward", N * H, b.dfch, b.fch_swiglu, b.fch_in, N, H)
+    yield "dfch", device.get(a.dfch), to_float(device.get(b.dfch)), 2 * BF16_LIMIT
