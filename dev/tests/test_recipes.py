@@ -185,46 +185,92 @@ def test_nodes(folder):
           launched(told) == ("srun", 9, 16, 1, 1), launched(told))
 
 
+# In place of python: each call is a line of the file calls. It answers, and leaves losses.
+FINE_TUNER = """#!/bin/sh
+printf '%s\\t' "$@" >>calls
+echo >>calls
+case "$*" in
+    -\\ *) echo "Who?" ;;
+    *--answer*) echo "of $2 $3 $4" ;;
+    *-o\\ *) mkdir log
+        printf 's:0 tel:4.5\\ns:0 trl:4\\ns:9 tel:4.1\\ns:18 tel:3.5\\n' >log/main.log
+        mv log "$(expr "$*" : '.*-o \\([^ ]*\\)')" ;;
+esac
+"""
+
+
 @fast
 def test_fine_tuning(folder):
-    """What the recipe starts, and that the flags are the programs' own; what is missing is said."""
+    """What the recipe starts, that the flags are the programs' own, and what it prints before and
+    after; what is missing is said."""
     (folder / "chats.jsonl").touch()
     shutil.copytree(TOP / "dev/recipes", folder / "dev/recipes")
 
-    def start(*arguments):
+    def start(*arguments, **environment):
         words = folder / "bin" / "python"
         words.parent.mkdir(exist_ok=True)
-        words.write_text('#!/bin/sh\nprintf "%s\\n" python "$@"\n')
+        words.write_text(FINE_TUNER)
         words.chmod(0o755)
-        return subprocess.run([folder / "dev/recipes/fine_tune.sh", *arguments], cwd=folder,
-                              capture_output=True, text=True,
-                              env=os.environ | {"PATH": f"{words.parent}:{os.environ['PATH']}"})
+        (folder / "calls").unlink(missing_ok=True)
+        for log in folder.glob("log_chats_*"):
+            shutil.rmtree(log)
+        done = subprocess.run([folder / "dev/recipes/fine_tune.sh", *arguments], cwd=folder,
+                              capture_output=True, text=True, env=os.environ | {
+                                  "PATH": f"{words.parent}:{os.environ['PATH']}"} | environment)
+        calls = folder / "calls"
+        return done, [line.split("\t")[:-1] for line in calls.read_text().splitlines()
+                      ] if calls.exists() else []
 
-    for model, files, trainer, prepare, end in (
-            ("gpt2", ["gpt2_124M.bin"], ["train_gpt2.py"], ["prepro_tinyshakespeare.py"], ""),
-            ("llama", ["llama3.2_1B.bin", "tokenizer.json"], ["-m", "dev.llama3.train_llama3"],
-             ["-m", "dev.llama3.tokens"], "_llama")):
+    (folder / "log_own").mkdir()
+    (folder / "log_own/tokenizer.bin").touch()
+    (folder / "log_words").mkdir()
+    gpt2, llama = ["train_gpt2.py"], ["-m", "dev.llama3.train_llama3"]
+    for model, files, checkpoint, trainer, prepare, vocab, end in (
+            ("gpt2", ["gpt2_124M.bin"], "gpt2_124M.bin", gpt2, "prepro_tinyshakespeare.py", "gpt2",
+             ""),
+            ("llama", ["llama3.2_1B.bin", "tokenizer.json"], "llama3.2_1B.bin", llama,
+             "dev.llama3.tokens", "gpt2", "_llama"),
+            ("llama:log_words", ["tokenizer.json"], "log_words", llama, "dev.llama3.tokens", "gpt2",
+             "_llama"),
+            ("gpt2:log_own", [], "log_own", gpt2, "prepro_tinyshakespeare.py",
+             "log_own/tokenizer.bin", ""),
+            ("llama:log_own", [], "log_own", llama, "prepro_tinyshakespeare.py",
+             "log_own/tokenizer.bin", "_llama")):
         for missing in files:
-            done = start(model, "chats.jsonl")
-            check(f"{model}: without {missing}", done.returncode == 1 and
-                  done.stderr.startswith(f"error: {missing} is missing;"), done.stderr)
+            (folder / missing).unlink(missing_ok=True)
+            done, calls = start(model, "chats.jsonl")
+            check(f"{model}: without {missing}", done.returncode == 1 and not calls and
+                  done.stderr.startswith(f"error: {missing} is missing;") and
+                  done.stderr.count("\n") == 1, done.stderr)
             (folder / missing).touch()
-        words = start(model, "chats.jsonl", "-l", "1").stdout.splitlines()
-        second = words.index("python", 1)
-        first = words[1 : second]
-        check(f"{model}: the programs", first[: len(prepare)] == prepare and
-              words[second + 1 :][: len(trainer)] == trainer, words)
-        prepared = parse_flags("", own_text.FLAGS, first[len(prepare) :])
-        check(f"{model}: its tokens", (prepared.input, prepared.chat, prepared.name) == (
-            ["chats.jsonl"], 1, f"chats{end}"), prepared)
-        flags = parse_flags("", FLAGS, words[second + 1 + len(trainer) :])
+        given = ["-l", "1", "--device", "cpu"]
+        done, calls = start(model, "chats.jsonl", *given, ROW="512")
+        check(f"{model}: it ends well", done.returncode == 0 and not done.stderr, done.stderr)
+        first, question, before, training, after = calls
+        check(f"{model}: the programs", prepare in first[:2] and question == ["-", "chats.jsonl"]
+              and all(words[: len(trainer)] == trainer for words in (before, training, after)),
+              calls)
+        prepared = parse_flags("", own_text.FLAGS, first[first.index(prepare) + 1 :])
+        check(f"{model}: its tokens",
+              (prepared.input, prepared.chat, prepared.name, prepared.row, prepared.vocab) ==
+              (["chats.jsonl"], 1, f"chats{end}", 512, vocab), prepared)
+        flags = parse_flags("", FLAGS, training[len(trainer) :])
         check(f"{model}: they are read", flags.train_data == f"data/chats{end}/chats{end}_train.bin"
               and flags.seq_len == prepared.row, flags)
-        check(f"{model}: the checkpoint, and a flag that is given",
-              (flags.model, flags.learning_rate) == (files[0], 1), flags)
+        check(f"{model}: the checkpoint, and flags that are given",
+              (flags.model, flags.learning_rate, flags.device) == (checkpoint, 1, "cpu"), flags)
         check(f"{model}: -d is a multiple of B*T",
               flags.total_batch % (flags.batch_size * flags.seq_len) == 0)
+        for words, asked in ((before, checkpoint), (after, flags.output)):
+            asks = parse_flags("", FLAGS, words[len(trainer) :])
+            check(f"{model}: {asked} answers", (asks.model, asks.sample, asks.answer, asks.device)
+                  == (asked, "Who?", 1, "cpu"), asks)
+        said = " ".join(done.stdout.split())
+        check(f"{model}: before and after", re.search(
+            f"before of .*{checkpoint}.* after of .*{flags.output}.* "
+            r"loss .* after step 0: 4\.5 loss .* after step 18: 3\.5$", said), said)
     for arguments, wish in ((["gpt3"], "found gpt3 in place of a model; expected gpt2 or llama"),
-                            (["gpt2", "none.jsonl"], "none.jsonl: no such file")):
-        done = start(*arguments)
-        check(wish, done.returncode == 1 and wish in done.stderr, done.stderr)
+                            (["gpt2", "none.jsonl"], "none.jsonl: no such file"),
+                            (["llama:none", "chats.jsonl"], "none is missing; expected a checkp")):
+        done, calls = start(*arguments)
+        check(wish, done.returncode == 1 and not calls and wish in done.stderr, done.stderr)
