@@ -4,13 +4,13 @@ says which; without it, the last of these that the model and the other flags all
     layers    out = inp @ w.T     twins of inp and w                       this file
               dinp = dout @ w     twins of dout and of the transposed w
     head      these, and the head's two of the backward pass               fp8_head.py
-    all       these, and dw = dout.T @ inp of the layers                   fp8_all.py
+    all       these, and dw = dout.T @ inp of the layers    fp8_all.py, and fp8_all_llama.py
 
-Everything else is as in bf16: attention, norms, the update, and, except with `all`, what is kept
-for the backward pass. A twin is an 8-bit copy of a tensor, times a scale. It is made when the
-tensor is written, and lives until a product has read it; weights' twins live for a step, and `all`
-keeps those of inputs for the backward pass. In both factors of a product the summed index has to be
-the fastest. So some twins are of transposed tensors.
+Everything else is as in bf16: attention, norms, the update, and, except with GPT-2's `all`, what is
+kept for the backward pass. A twin is an 8-bit copy of a tensor, times a scale. It is made when the
+tensor is written, and lives until a product has read it; weights' twins live for a step, and
+GPT-2's `all` keeps those of inputs for the backward pass. In both factors of a product the summed
+index has to be the fastest. So some twins are of transposed tensors.
 
 All are e4m3: 4 bits of exponent, 3 of mantissa (Micikevicius et al. 2022, section 3). For gradients
 that paper uses e5m2, for its range. But with a scale for each tensor the extra bit of mantissa is
@@ -497,7 +497,7 @@ FEATURE = Feature(
              "before 8.0, fp32)"),
         Flag(None, "--fp8", ("layers", "head", "all"), None, "for --dtype fp8: layers: products of "
              "the layers, but no gradients of weights; head: the head's backward products too; "
-             "all: those gradients too (default: all; Llama 3, --recompute, --dropout: head; "
+             "all: those gradients too (default: all; GPT-2 with --recompute or --dropout: head; "
              "--label-smoothing, --mask: layers)", "the machine", after="--dtype")),
     pairs=(Pair("Llama3", Fp8Llama), Pair("ranks", Fp8Ranked), Pair("zero", Fp8Sharded)),
     refuses=refused,
