@@ -10,7 +10,7 @@ namespace cuda_on_cpu {
 struct WarpGroup {
     struct Product {
         float (*d)[4];  // of the thread that asks: what it holds of D (64,8 parts)
-        int parts;      // 8 or 16
+        int parts;      // 8, 16 or 24
         bool right;     // may it be asked for now?
         bool add, a_in_registers;
         unsigned long long a, b;      // descriptions
@@ -22,7 +22,7 @@ struct WarpGroup {
     struct Result {
         float (*d)[4];
         size_t bytes;
-        float value[16][4];  // of d, when it arrives
+        float value[24][4];  // of d, when it arrives
         size_t group;        // the last that adds to it
     };
     struct Reading {
@@ -74,7 +74,7 @@ struct WarpGroup {
                          of_thread[i].parts == product.parts && of_thread[i].a_of_rows == product.a_of_rows &&
                          of_thread[i].b_of_rows == product.b_of_rows && of_thread[i].e4m3 == product.e4m3;
             const int columns = 8 * product.parts, depth = product.e4m3 ? 32 : 16;
-            static thread_local float A[64][32], B[128][32], D[64][128];  // B is transposed. Stacks are small
+            static thread_local float A[64][32], B[192][32], D[64][192];  // B is transposed. Stacks are small
             memset(D, 0, sizeof D);
             auto fill = [&](float (*to)[32], int rows, unsigned long long description, bool of_rows) QUIET {
                 float some[16];
@@ -131,7 +131,7 @@ struct WarpGroup {
             right &= r.group > all || r.group <= arrived[warp] || !memcmp(r.value, shared + 16 * r.place, 16);
         for (int t = 32 * warp; t < 32 * warp + 32; t++)
             for (auto result = results[t].begin(); result != results[t].end();) {
-                float poison[16][4];
+                float poison[24][4];
                 memset(poison, 0xff, sizeof poison);
                 if (result->group <= all && (!right || memcmp(result->d, poison, result->bytes)))  // written meanwhile
                     memcpy(result->value, poison, result->bytes);
@@ -161,27 +161,29 @@ struct Mbarrier {
 };
 static_assert(sizeof(Mbarrier) == sizeof(unsigned long long));
 
-// A copy of 64 rows of 64 bf16 that has begun. Its target is poison until a thread waits for it.
+// A copy of some rows of 64 bf16, mostly 64 of them, that has begun. Its target is poison until a thread waits for it.
 struct Box {
     char* to;
     const char* from;  // the matrix: a head's tokens
     int columns, rows; // of the matrix, beyond which there are zeros
     size_t stride;     // bytes from row to row
     int column, row;   // where the box begins
+    int height;        // its rows
     bool paired;       // of each 16 rows, first the even ones
     Mbarrier* mbarrier;
     races::Asked asked;
 
+    int bytes() const { return 128 * height; }
     QUIET void tell_races(bool begins) const {
-        races::copy(to, 8192, true, begins, asked);
-        for (int r = max(row, 0); r < min(row + 64, rows); r++)
+        races::copy(to, bytes(), true, begins, asked);
+        for (int r = max(row, 0); r < min(row + height, rows); r++)
             races::copy(from + r * stride + 2 * column, 2 * max(min(64, columns - column), 0), false, begins, asked);
     }
     // The row of a box of 64 that stands at its place i.
     static int row_at(int i, bool paired) { return paired ? i / 16 * 16 + i % 8 * 2 + i / 8 % 2 : i; }
     QUIET void deliver() const {
         char* shared = static_cast<char*>(dynamic_shared);
-        for (int i = 0; i < 64 * 64; i++) {
+        for (int i = 0; i < height * 64; i++) {
             const int r = row + row_at(i / 64, paired), c = column + i % 64;
             const size_t place = to - shared + 2 * i;
             char* at = shared + (place ^ (place / 128 & 7) * 16);  // in the 128-byte swizzle
@@ -280,7 +282,7 @@ struct Hopper {
         const auto box = std::stable_partition(boxes.begin(), boxes.end(), there);
         const auto line = std::stable_partition(lines.begin(), lines.end(), there);
         if (box == boxes.end() && line == lines.end()) return;
-        for (auto it = box; it != boxes.end(); ++it) it->deliver(), mbarrier.bytes -= 8192;
+        for (auto it = box; it != boxes.end(); ++it) it->deliver(), mbarrier.bytes -= it->bytes();
         for (auto it = line; it != lines.end(); ++it) it->deliver(), mbarrier.bytes -= it->bytes;
         boxes.erase(box, boxes.end());
         lines.erase(line, lines.end());
@@ -334,9 +336,9 @@ inline void wgmma_from_registers(float (*d)[4], const unsigned (&a)[4], unsigned
 inline void wgmma_e4m3(float (*d)[4], unsigned long long a, unsigned long long b, bool add) {
     ask({d, 16, true, add, false, a, b, {}, false, false, true});
 }
-template <bool b_of_rows, bool a_of_rows>
+template <int width, bool b_of_rows, bool a_of_rows>
 void wgmma_wide(float (*d)[4], unsigned long long a, unsigned long long b, bool add) {
-    ask({d, 16, true, add, false, a, b, {}, a_of_rows, b_of_rows});
+    ask({d, width / 8, true, add, false, a, b, {}, a_of_rows, b_of_rows});
 }
 
 // The 128 threads of a warp group meet. The last one does something for all.
@@ -404,17 +406,17 @@ __device__ void mbarrier_wait(unsigned long long& mbarrier, int parity, int line
     waited = true;
 }
 QUIET inline __attribute__((noinline)) void copy_box(void* box, const void* map, int channel, int head, int t,
-                                                     int b, unsigned long long& mbarrier) {
+                                                     int b, unsigned long long& mbarrier, int rows = 64) {
     auto* m = static_cast<const unsigned long long*>(map);  // as Emulated.tensor_map makes it
     const size_t stride = 2 * m[1] * m[2];
     const bool paired = m[4];  // then b is the number of 16 rows
     const char* from = reinterpret_cast<const char*>(m[0]) + (paired ? 0 : b * m[3] * stride) + 2 * head * m[1];
     state().boxes.push_back({static_cast<char*>(box), from, int(m[1]), int(m[3]), stride, channel,
-                             paired ? 16 * b : t, paired,
+                             paired ? 16 * b : t, rows, paired,
                              &as_mbarrier(mbarrier), races::asked(__builtin_return_address(0))});
     state().boxes.back().tell_races(true);
-    memset(box, 0xff, 8192);
-    as_mbarrier(mbarrier).bytes += 8192;
+    memset(box, 0xff, 128 * rows);
+    as_mbarrier(mbarrier).bytes += 128 * rows;
     state().wake(as_mbarrier(mbarrier));
 }
 QUIET inline __attribute__((noinline)) void copy_line(void* shared, const void* global, int bytes,

@@ -23,13 +23,13 @@ from dev.features import order as features
 from dev.features.devices import FastCuda
 from dev.features.fused_biases import SOURCE as FUSED, with_summed_outputs
 from dev.features.hopper import attention_five, gelu_products, swiglu_products
-from dev.features.hopper.gelu_products import HEIGHT, fits, with_own_gelu
+from dev.features.hopper.gelu_products import LONG, SHORT, fits, with_own_gelu
 from dev.features.recompute import LLAMA_SOURCE as RECOMPUTE_LLAMA, SOURCE as RECOMPUTE
 from dev.features.seams import GPT2, Training
 from dev.lab.bench import BF16_LIMIT
 from dev.lab.ladder import parse_sizes
 from dev.llama3.train_llama3 import Llama3
-from dev.tests.checks import EXACT, check
+from dev.tests.checks import EXACT, check, check_refusal
 from dev.tests.models import gradients, in_each_order, model_class, on_device
 from prepro_tinyshakespeare import UserError
 from train_gpt2 import BF16, to_float
@@ -37,29 +37,34 @@ from train_gpt2 import BF16, to_float
 
 # What is wrong, in gelu_products.cu or turns.cuh, and what a CPU says or the first wrong result
 FAULTS = (
-    ("fch is overwritten before TMA has read it",
-     "if (threadIdx.x % 128 == 0) stores_read();\n    warp",
-     "warp", "fch"),
-    ("sums of half of the rows", "row < HEIGHT; row += 16", "row < 64; row += 16", "sums"),
-    ("no turns", "mbarrier_wait(waits.my_turn[group], (done + (group == 0)) % 2);", "", "stuck"),
-    ("no fence before TMA reads", "shared_written();\n    warpgroup_sync(group);",
-     "warpgroup_sync(group);", "race"),
-    ("no barrier before TMA reads", "shared_written();\n    warpgroup_sync(group);",
-     "shared_written();", "race"),
-    ("no barrier before the result is overwritten", "stores_read();\n    warpgroup_sync(group);",
-     "stores_read();", "race"),
-    ("dfch is overwritten before TMA has read it",
-     "if (threadIdx.x % 128 == 0) stores_read();\n    shared", "shared", "dfch"),
-    ("stores that nobody waits for", "stores_commit();", "", "fch"),
-    ("stores that nobody waits for at the end", "stores_arrive();", "{}", "fch"),
-    ("the upper half of a tile's rows twice", "at.row + box / 2 * 64, result", "at.row, result",
+    ("dfch is replaced before TMA has read it", "stores_read();\n        }", "}", "dfch"),
+    ("sums of half of the rows", "all = forget(all + (left + right));",
+     "if (k < 2) all = forget(all + (left + right));", "sums"),
+    ("no turns", "mbarrier_wait(waits.my_turn[group], (n / 2 + (group == 0)) % 2);", "", "stuck"),
+    ("no fence before TMA reads", "shared_written();\n        warp_arrives", "warp_arrives",
+     "race"),
+    ("TMA does not wait for dfch", "mbarrier_wait(waits.dfch_there[i % RING], done / RING % 2);",
+     "", "stuck"),
+    ("dfch does not wait for fch", "mbarrier_wait(waits.fch_there[box % RING], box / RING % 2);",
+     "", "dfch"),
+    ("rows below the result", "if (r >= sizes.N) continue;", "", "outside"),
+    ("columns beyond the result", "if (at.column + 32 * part >= sizes.OC) break;", "", "outside"),
+    ("stores that nobody waits for", "stores_commit();\n            stores_read();",
+     "stores_read();", "dfch"),
+    ("stores that nobody waits for at the end", "    }\n    stores_arrive();", "    }", "dfch"),
+    ("the upper part of a tile's rows again", "at.row + done % 3 * 64", "at.row", "dfch"),
+    ("fch of the upper part again", "at.row + i % 3 * 64", "at.row", "dfch"),
+    ("fch not swizzled", "((column / 8 + lane / 8 % 2) ^ lane % 8)", "(column / 8 + lane / 8 % 2)",
+     "dfch"),
+    ("sums in another warp's columns", "first_row_of_warp() + lane / 4 + i % 2 * 8",
+     "(first_row_of_warp() ^ 16) + lane / 4 + i % 2 * 8", "sums"),
+    ("sums of a lane", "quad_sum(sum[i])", "sum[i]", "sums"),
+    ("the first half of a tile twice", "(half * BOX + (a_of_rows ? k * 64 : k)) / W",
+     "(a_of_rows ? k * 64 : k) / W", "fch"),
+    ("rows of w in another order", "&w, c, i, at.column / 4", "&w, c, i ^ 1, at.column / 4",
      "fch"),
-    ("results not swizzled", "((2 * k + lane / 16) ^ lane % 8)", "(2 * k + lane / 16)", "fch"),
-    ("sums in another warp's columns", "at.column + 32 * warp", "at.column + 32 * (warp ^ 1)",
-     "sums"),
-    ("the far half of w", "(BOX / W - 1) << 16", "0 << 16", "dfch"),
     ("a stage given back too early", "wait_for_products<1>(x);", "", "fch"),
-    ("half of the bias", "min(at.column + 64 * side, OC", "min(at.column, OC", "fch"),
+    ("the same bias in each part", "load<8>(bias + column)", "load<8>(bias + column % 32)", "fch"),
     ("half of the channels", "for (int k = 0; k < 64; k += 16)", "for (int k = 0; k < 32; k += 16)",
      "fch"),
     ("GELU of half the cube", "0.044715f * factor", "0.022357f * factor", "fch_gelu"),
@@ -126,7 +131,7 @@ def whole(device, text="M=580,C=384,OC=320", more_rows=0):
     """The first wrong result, or "outside" if more than N rows were written, or "". more_rows: how
     many rows more the results' tensor maps allow to store."""
     a = time_kernels.drawn(device, **parse_sizes(text))
-    outputs = [time_kernels.array_on(device, (len(a.inp) + HEIGHT, a.fch_in.shape[1]), BF16)
+    outputs = [time_kernels.array_on(device, (len(a.inp) + 2 * SHORT, a.fch_in.shape[1]), BF16)
                for _ in range(3)]
     with mock.patch.object(time_kernels, "array_on", lambda device, shape, dtype: (
             outputs.pop()[: shape[0]] if dtype == BF16 else on_device(
@@ -161,7 +166,7 @@ def with_fault(sources, old, new, folder):
 def test_planted(folder, faults):
     """The first so many planted faults are found."""
     check("without a fault", whole(small_device()) == "")
-    said = whole(small_device(), more_rows=HEIGHT)
+    said = whole(small_device(), more_rows=LONG)
     check("rows beyond N", said == "outside", said)
     for what, old, new, wish in FAULTS[:faults]:
         sources = with_fault(gelu_products.SOURCES, old, new, folder)
@@ -191,6 +196,38 @@ def test_choice(device_name):
         check(f"does not fit: {what}", not fits(*arrays))
     b = time_kernels.drawn(device, 8, 96, 384)
     check("does not fit: 96 channels", not fits(b.inp, b.w, b.fch_in))
+
+
+def test_map_of_fours():
+    """The driver is asked for boxes with each fourth row of w, in the layout that wgmma reads. It
+    is asked once, and its error is reported."""
+    OC, C, asked, status = 320, 128, [], 0
+
+    class Driver:
+        def cuTensorMapEncodeTiled(self, at, *arguments):
+            asked.append([x.value if hasattr(x, "value") else [*x] if hasattr(x, "__len__") else x
+                          for x in arguments])
+            return status
+
+    w = np.arange(OC * C, dtype=np.uint16).reshape(OC, C)
+    on_gpu = mock.Mock(shape=w.shape, data=mock.Mock(ptr=4096))
+    device = mock.Mock(maps={}, AVOID="")
+    with mock.patch("ctypes.CDLL", return_value=Driver()):
+        made = [gelu_products.map_of_fours(device, on_gpu) for _ in range(2)]
+        check("made once", len(asked) == 1 and made[0].ctypes.data == made[1].ctypes.data)
+        status = 1
+        device.maps.clear()
+        check_refusal("an error", r"cuTensorMapEncodeTiled failed with status 1: \(320, 128\)",
+                      gelu_products.map_of_fours, device, on_gpu)
+    kind, rank, start, sizes, strides, box, *rest = asked[0]
+    yield "bf16, 4 dimensions, where", [kind, rank, start], [9, 4, 4096], EXACT
+    check("every element, 128-byte swizzle, zeros beyond", rest == [[1] * 4, 0, 3, 2, 0], rest)
+    as_asked = np.lib.stride_tricks.as_strided(w, sizes[::-1], [*strides[::-1], 2])
+    for row in range(4):
+        c, s = slice(64, 64 + box[0]), slice(16, 16 + box[2])
+        yield (f"row {row} of 48 fours", as_asked[0, s, row, c],
+               w[64 + row : 64 + 4 * 48 : 4, 64:128], EXACT)
+    yield "one row of each", [box[1], box[3]], 1, EXACT
 
 
 def test_training():
@@ -281,11 +318,10 @@ def test_compiled():
     log, used, _ = compile_cuda(text, "sm_90a", [
         "-std=c++17", "-DBF16", "-DHOPPER", *c.switches()])
     check("wgmma is not serialized", "serialized" not in log and "warning" not in log)
-    shared = gelu_products.plan(mock.Mock(multiprocessors=132), np.empty((128, 256)))[1]
     for name in time_kernels.GELU_KERNELS:
         check(f"{name} spills nothing", used[name].spilled == 0, used[name])
         check(f"{name} fits", blocks_that_fit(GPUS["9.0"], used[name], gelu_products.THREADS,
-                                              shared) == 1)
+                                              gelu_products.SHARED) == 1)
 
 
 def test_beside_library(device_name):

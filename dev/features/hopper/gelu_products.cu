@@ -4,33 +4,47 @@
 //   matmul_gelu    fch (N,OC) = inp (N,C) @ w (OC,C)' + bias (OC), and fch_gelu (N,OC) = gelu(fch)
 //   matmul_dgelu   dfch (N,OC) = dout (N,C) @ w (C,OC) * gelu'(fch (N,OC)), and sums of its columns
 //
-// C is short, 768 for GPT-2 124M. So a tile of the result costs 6,144 clocks of the tensor cores,
-// and thousands more until GELU is computed and the tile is stored. If the threads that multiply
-// also do that, the tensor cores wait. Here two warpgroups take turns:
+// C is short, 768 for GPT-2 124M. So a tile of the result, 128 x 192, costs 9,216 clocks of the
+// tensor cores, and thousands more until GELU is computed and the tile is stored. If the threads
+// that multiply also do that, the tensor cores wait. Here two warpgroups take turns:
 //   - A block stays on its multiprocessor and takes one tile after another. Warpgroup 0 has the
 //     first, third, .. of them, and warpgroup 1 the others. While one multiplies, the other one has
-//     its tile in registers, 128 fp32 a thread, and computes GELU.
+//     its tile in registers, 192 fp32 a thread, and computes GELU.
 //   - A thread of a third warpgroup asks TMA for what is multiplied, in the order of tiles. Who
 //     waits for a stage knows only the parity of its use. So a warpgroup begins when the other one
 //     has waited for all stages before (my_turn).
-//   - Two neighbouring blocks are a cluster. Their tiles have the same rows, and each block loads
-//     half of these for both: L2 could not bring two whole operands to all multiprocessors in time.
-//   - TMA also stores results. Threads leave them in shared memory as boxes, by stmatrix.
+//   - Two neighbouring blocks are a cluster. They share the 192 rows or columns of their tiles, of
+//     which each block loads half for both: L2 could not bring two whole operands to all
+//     multiprocessors in time.
+//   - Forward, a tile has 128 rows and 192 columns. wgmma leaves a lane two neighbouring columns of
+//     each 8. But columns come in the order that w's rows have in shared memory, and TMA brings
+//     every fourth row first, then the rows behind those, and so on. So a lane has 8 neighbours,
+//     and stores them to device memory with one instruction.
+//   - In the backward pass the order cannot change like this, since TMA moves 8 columns of w at
+//     least. TMA brings fch in boxes, which warps replace by dfch, and TMA stores them. What is
+//     computed is dfch', 128 columns and 192 rows of dfch: so a lane sums many rows in registers.
 //
-// What a tile of 128 x 128 costs, in clocks of its multiprocessor:
-//   - its products, for each 64 of C: 512 of the tensor cores and 640 of shared memory, 384 to read
-//     and 256 for what TMA writes;
-//   - more of shared memory: 256 for each time that 32 KB are written or read. Forward: fch and
-//     fch_gelu, each once by threads and once by TMA. Backward: fch and dfch likewise, and once
-//     more for the sums. So for C = 768 shared memory is the limit, 8,704 and 8,960 in all, and the
-//     tensor cores can work 70% of the time;
-//   - GELU: 2,048 of the unit for 2^x and 1/x, 8 for each instruction of a warp. A warp has 1,600
-//     instructions between its products and those of its next tile, 1,900 backward. They are hidden
-//     behind the products of the other warpgroup as long as they take less time.
+// What a tile costs, in clocks of its multiprocessor:
+//   - its products, for each 64 of C: 768 of the tensor cores and 832 of shared memory, 512 to read
+//     and 320 for what TMA writes. Tiles of 128 x 128 would cost 960 for as many numbers;
+//   - more of shared memory, or of the L1 cache in the same place: 384 for each time that 48 KB are
+//     written or read. Forward: fch and fch_gelu. Backward: fch and dfch, each once by threads and
+//     once by TMA. So for C = 768 shared memory is the limit, 10,752 and 11,520 in all, and the
+//     tensor cores can work 86% and 80% of the time;
+//   - GELU: 3,072 of the unit for 2^x and 1/x, 8 for each instruction of a warp. A warp has 2,200
+//     instructions between its products and those of its next tile, 2,850 backward. They are hidden
+//     behind the products of the other warpgroup as long as they take less time: forward, and
+//     backward for C = 1,600, but not for C = 768.
 
 namespace turns::gelu_products {
 
-static_assert(2 * (STAGES * STAGE + 2 * TILE_SIZE) == 229376, "as gelu_products.py says");
+constexpr int LONG = 192, STAGE = (HEIGHT + LONG) * 64;
+template <bool backward>
+constexpr int STAGES = backward ? 4 : 5;
+constexpr int RING = 8;  // boxes of fch, each of which becomes a box of dfch
+using TileResult = Result<2 * LONG>;  // x[0][n]: rows 0..63, then 64..127, of the product
+static_assert(2 * (4 * STAGE + RING * BOX) == 229376 && STAGE <= RING * BOX,
+              "as gelu_products.py says");
 
 #ifdef __CUDACC__
 __device__ float reciprocal(float x) {  // of infinity it is 0
@@ -52,213 +66,220 @@ __device__ float fast_gelu_derivative(float x) {
     return g + (xg - xg * g) * (SQRT_8_OVER_PI + 3.0f * 0.044715f * SQRT_8_OVER_PI * (x * x));
 }
 
+// Items are pairs of tiles, one for each of a cluster's two blocks.
+template <bool backward>
 struct Sizes {
+    static constexpr int DOWN = backward ? LONG : 2 * HEIGHT;   // rows of a pair
+    static constexpr int RIGHT = backward ? 2 * HEIGHT : LONG;  // its columns
     int N, OC, C;
-    __device__ int down() const { return (N + HEIGHT - 1) / HEIGHT; }
-    __device__ int across() const { return (OC + 2 * WIDTH - 1) / (2 * WIDTH) * 2; }  // even
-    __device__ int tiles() const { return down() * across(); }
+    __device__ int across() const { return (OC + RIGHT - 1) / RIGHT; }
+    __device__ int items() const { return (N + DOWN - 1) / DOWN * across(); }
 };
 
-// Where the rows and columns of tile number `tile` begin. Neighbours have the same rows.
+// Where the rows and columns of this block's tile begin.
 struct TileAt {
     int row, column;
-    __device__ TileAt(int tile, const Sizes& sizes) {
-        row = tile / sizes.across() * HEIGHT, column = tile % sizes.across() * WIDTH;
+    template <bool backward>
+    __device__ TileAt(int item, const Sizes<backward>& sizes) {
+        int further = blockIdx.x % 2 * HEIGHT;
+        row = item / sizes.across() * sizes.DOWN + (backward ? 0 : further);
+        column = item % sizes.across() * sizes.RIGHT + (backward ? further : 0);
     }
 };
 
 // mbarriers.
+template <bool backward>
 struct Waits {
-    unsigned long long full[STAGES],  // a step's operands have arrived
-        empty[STAGES],                // the blocks of the cluster have multiplied them
-        my_turn[2],                   // a warpgroup may begin: the other one has all its stages
-        fch_there[2],                 // its fch has arrived
-        result_read[2];               // TMA may load the next fch to the place of its result
+    unsigned long long full[STAGES<backward>],  // a step's operands have arrived
+        empty[STAGES<backward>],                // the blocks of the cluster have multiplied them
+        my_turn[2],        // a warpgroup may begin: the other one has all its stages
+        fch_there[RING],   // a box of fch has arrived
+        dfch_there[RING];  // all warps have replaced their part of it by dfch
 };
 
 // One thread loads what is multiplied, step by step: 64 of C of a tile's rows and columns.
 template <bool backward>
-__device__ void load_operands(
-    real* stages, Waits& waits, const Tiles& inp, const Tiles& w, const Sizes& sizes) {
-    unsigned step = 0;
-    for (int tile = blockIdx.x; tile < sizes.tiles(); tile += gridDim.x) {
-        TileAt at(tile, sizes);
+__device__ void load_operands(real* stages, Waits<backward>& waits, const Tiles& inp,
+                              const Tiles& w, const Sizes<backward>& sizes) {
+    constexpr int STAGES = gelu_products::STAGES<backward>;
+    unsigned step = 0, own = blockIdx.x % 2;
+    for (int item = blockIdx.x / 2; item < sizes.items(); item += gridDim.x / 2) {
+        TileAt at(item, sizes);
+#pragma unroll 1  // registers are few
         for (int c = 0; c < sizes.C; c += 64, step++) {
-            real* stage = stages + step % STAGES * STAGE;
+            real *a = stages + step % STAGES * STAGE, *b = a + 2 * BOX;
             auto& full = waits.full[step % STAGES];
             // At first all stages are empty: a new mbarrier counts the phase before as over.
             mbarrier_wait(waits.empty[step % STAGES], step / STAGES % 2 ^ 1);
-            load_for_both(stage, inp, c, at.row, 0, 0, 64, full);
-            for (int box = 0; box < WIDTH / 64; box++) {
-                int column = at.column + 64 * box;
-                copy_box(stage + (2 + box) * BOX, &w, backward ? column : c, 0,
-                         backward ? c : column, 0, full);
-            }
+            expect_bytes(LONG * 64 * sizeof(real), full);
+            for (unsigned i = 0; i < (backward ? 3 : 4); i++)
+                if (backward)
+                    share_box(b + i * BOX, &inp, c, 0, at.row + 64 * i, 0, full,
+                              (i + step) % 2 == own);
+                else  // row i of each four
+                    share_box<LONG / 4>(b + i * LONG / 4 * 64, &w, c, i, at.column / 4, 0, full,
+                                        i % 2 == own);
+            for (int i = 0; i < 2; i++)
+                if (backward) copy_box(a + i * BOX, &w, at.column + 64 * i, 0, c, 0, full);
+                else copy_box(a + i * BOX, &inp, c, 0, at.row + 64 * i, 0, full);
             mbarrier_arrive(full);
         }
     }
 }
 
-// Another thread loads fch to where the result will be, as soon as the last result there was read.
-__device__ void load_fch(real* results, Waits& waits, const Tiles& fch, const Sizes& sizes) {
-    int n = 0;
-    for (int tile = blockIdx.x; tile < sizes.tiles(); tile += gridDim.x, n++) {
-        TileAt at(tile, sizes);
-        mbarrier_wait(waits.result_read[n % 2], n / 2 % 2 ^ 1);
-        for (int box = 0; box < 2 * (WIDTH / 64); box++)
-            copy_box(results + n % 2 * TILE_SIZE + box * BOX, &fch,
-                     at.column + box % (WIDTH / 64) * 64, 0, at.row + box / (WIDTH / 64) * 64, 0,
-                     waits.fch_there[n % 2]);
-        mbarrier_arrive(waits.fch_there[n % 2]);
+// Another thread has each box of dfch stored, and fch loaded to its place: a box is 64 rows and 64
+// columns, and a tile has three of them one below another, then three more on the right.
+__device__ void exchange_boxes(real* ring, Waits<true>& waits, const Tiles& dfch, const Tiles& fch,
+                               const Sizes<true>& sizes) {
+    int clusters = gridDim.x / 2, first = blockIdx.x / 2;
+    int boxes = (sizes.items() - first + clusters - 1) / clusters * 6;  // of this block
+#pragma unroll 1
+    for (int i = 0; i < boxes + RING; i++) {
+        real* box = ring + i % RING * BOX;
+        if (i >= RING) {
+            int done = i - RING;
+            TileAt at(first + done / 6 * clusters, sizes);
+            mbarrier_wait(waits.dfch_there[i % RING], done / RING % 2);
+            store_box(&dfch, at.column + done % 6 / 3 * 64, at.row + done % 3 * 64, box);
+            stores_commit();
+            stores_read();
+        }
+        if (i < boxes) {
+            TileAt at(first + i / 6 * clusters, sizes);
+            auto& there = waits.fch_there[i % RING];
+            copy_box(box, &fch, at.column + i % 6 / 3 * 64, 0, at.row + i % 3 * 64, 0, there);
+            mbarrier_arrive(there);
+        }
+    }
+    stores_arrive();
+}
+
+// fch and its GELU, from the product x. GELU is that of fch as it is stored, rounded. Column
+// 48 n + s of the product is column 4 s + n of the tile.
+__device__ void finish_forward(real* fch, real* fch_gelu, const TileResult& x, const real* bias,
+                               unsigned item, const Sizes<false>& sizes) {
+    TileAt at(forget(item), sizes);
+    int lane = forget(threadIdx.x) % 32;
+    int row = at.row + first_row_of_warp() + lane / 4, column = at.column + lane % 4 * 8;
+#pragma unroll
+    for (int part = 0; part < LONG / 32; part++, column += 32) {
+        if (at.column + 32 * part >= sizes.OC) break;
+        auto b = load<8>(bias + column);
+#pragma unroll
+        for (int eight = 0; eight < 4; eight++) {  // rows 0..7, 8..15, 64..71 and 72..79
+            int r = row + eight / 2 * 64 + eight % 2 * 8;
+            if (r >= sizes.N) continue;
+            Stored<4, Pair> y;
+            for (int i = 0; i < 4; i++) {
+                const float (*four)[4] = x.x[0] + eight / 2 * LONG / 8 + part;
+                int n = i % 2 * 2 * LONG / 32, j = eight % 2 * 2 + i / 2;
+                y.x[i] = pair(four[n][j] + b[2 * i], four[n + LONG / 32][j] + b[2 * i + 1]);
+            }
+            size_t to = (size_t)r * sizes.OC + column;
+            *reinterpret_cast<Stored<4, Pair>*>(fch + to) = y;
+            for (Pair& two : y.x) two = pair(fast_gelu(low(two)), fast_gelu(high(two)));
+            *reinterpret_cast<Stored<4, Pair>*>(fch_gelu + to) = y;
+        }
     }
 }
 
-// fch and its GELU, from the product x. GELU is that of fch as it is stored, rounded.
-__device__ void finish_forward(
-    const Tiles& fch, const Tiles& fch_gelu, TileResult& x, const real* bias, const TileAt& at,
-    real* result, int OC, int group) {
-    Pair y[4][4][4], of_bias[2][8];  // of each box; of the columns on the left and on the right
+// For load_matrices_transposed and store_matrices_transposed, where the product's rows are columns
+// of the result: where a lane's 8 columns begin in a box. 16 columns from `column` on, and 16 rows.
+__device__ int turned_place(int column) {
+    unsigned lane = forget(threadIdx.x) % 32;
+    return (lane / 16 * 8 + lane % 8) * 64 + ((column / 8 + lane / 8 % 2) ^ lane % 8) * W;
+}
+
+// dfch, from fch and the product x, whose rows are dfch's columns. A warp replaces its 16 columns
+// of a box of fch by dfch, and loads the next 16 rows of fch before it computes. Sums are of fp32,
+// before dfch is rounded; those of a kernel that reads dfch are 0.2% off, as far as a bf16 is. box:
+// the number of the tile's first.
+__device__ void finish_backward(
+    float* sums, const TileResult& x, unsigned item, real* ring, unsigned box, Waits<true>& waits,
+    const Sizes<true>& sizes) {
+    float sum[4] = {};
+    int place = turned_place(first_row_of_warp());
 #pragma unroll
-    for (int side = 0; side < 2; side++)
-#pragma unroll
-        for (int n = 0; n < 8; n++)
-            of_bias[side][n] = *reinterpret_cast<const Pair*>(
-                bias + min(at.column + 64 * side, OC - 64) + column_of(n, 0));
-    result_free(group);
-    RowsOfLane rows(result, first_row_of_warp());
-#pragma unroll
-    for (int box = 0; box < 4; box++) {
+    for (int b = 0; b < 6; b++, box++) {
+        real* rows = ring + box % RING * BOX + place;
+        mbarrier_wait(waits.fch_there[box % RING], box / RING % 2);
+        Pair next[4];
+        load_matrices_transposed(next, rows);
 #pragma unroll
         for (int k = 0; k < 4; k++) {
+            Pair y[4] = {next[0], next[1], next[2], next[3]};
+            if (k < 3) load_matrices_transposed(next, rows + (k + 1) * 16 * 64);
+#pragma unroll
             for (int i = 0; i < 4; i++) {
-                const float* two = two_of(x, box, k, i);
-                Pair b = of_bias[box % 2][2 * k + i / 2];
-                y[box][k][i] = pair(two[0] + low(b), two[1] + high(b));
+                const float* two = two_of(x, b, k, i);
+                float left = two[0] * fast_gelu_derivative(low(y[i]));
+                float right = two[1] * fast_gelu_derivative(high(y[i]));
+                float& all = sum[b / 3 * 2 + i % 2];
+                all = forget(all + (left + right));
+                y[i] = pair(left, right);
             }
-            store_matrices(rows(box, k), y[box][k]);
+            store_matrices_transposed(rows + k * 16 * 64, y);
         }
+        shared_written();
+        warp_arrives(waits.dfch_there[box % RING]);
     }
-    store_tile(fch, at.row, at.column, result, group);
-#pragma unroll
-    for (int box = 0; box < 4; box++) {  // while TMA reads fch
-        // Without a branch the compiler would begin with the powers of all boxes, and spill.
-        if (at.column + box % 2 * 64 >= OC) continue;
-#pragma unroll
-        for (int k = 0; k < 4; k++)
-            for (Pair& two : y[box][k]) two = pair(fast_gelu(low(two)), fast_gelu(high(two)));
-    }
-    result_free(group);
-#pragma unroll
-    for (int box = 0; box < 4; box++)
-#pragma unroll
-        for (int k = 0; k < 4; k++) store_matrices(rows(box, k), y[box][k]);
-    store_tile(fch_gelu, at.row, at.column, result, group);
-}
-
-// Sums of a result's columns, over 128 rows. Tensor cores add them up, always in the same order: in
-// a product with a matrix of ones each row is the sums. A warp has 32 columns of all rows.
-__device__ void sum_columns(float* sums, const TileAt& at, real* result, int OC) {
-    float sum[4][4] = {};
-    constexpr Pair one = 0x3f803f80, ones[4] = {one, one, one, one};
-    int warp = threadIdx.x / 32 % 4;
-    RowsOfLane rows(result + warp / 2 * BOX, 0);
-#pragma unroll
-    for (int row = 0; row < HEIGHT; row += 16)
-#pragma unroll
-        for (int k = 0; k < 2; k++) {
-            Pair b[4];
-            const real* from = warp % 2 ? rows.of[2 + k] : rows.of[k];
-            load_matrices_transposed(b, from + row / 64 * 2 * BOX + row % 64 * 64);
-            mma_pair(sum[2 * k], sum[2 * k + 1], ones, b);
-        }
-#pragma unroll
-    for (int n = 0; n < 4; n++) {
-        int column = at.column + 32 * warp + column_of(n, 0);
-        if (threadIdx.x % 32 < 4 && column < OC)
-            store(sums + (size_t)at.row / HEIGHT * OC + column, Pack<2>{sum[n][0], sum[n][1]});
+    TileAt at(forget(item), sizes);
+    int lane = forget(threadIdx.x) % 32;
+    for (int i = 0; i < 4; i++) {  // two columns of 64, and two of 64 more
+        int column = at.column + i / 2 * 64 + first_row_of_warp() + lane / 4 + i % 2 * 8;
+        float all = quad_sum(sum[i]);
+        if (sums && lane % 4 == 0 && column < sizes.OC)
+            sums[(size_t)(at.row / LONG) * sizes.OC + column] = all;
     }
 }
 
-// dfch, from the product x and fch. A warp replaces its part of fch in shared memory by dfch, and
-// loads the next 16 columns of fch before it computes. The result may be overwritten once all four
-// warps have returned: the first of them waits until TMA has read it.
-__device__ void finish_backward(
-    const Tiles& dfch, float* sums, TileResult& x, const TileAt& at, real* result, int OC,
-    int group) {
-    RowsOfLane rows(result, first_row_of_warp());
-    Pair next[4];
-    load_matrices(next, rows(0, 0));
-#pragma unroll
-    for (int step = 0; step < 16; step++) {
-        int box = step / 4, k = step % 4;
-        Pair y[4] = {next[0], next[1], next[2], next[3]};
-        if (step < 15) load_matrices(next, rows((step + 1) / 4, (step + 1) % 4));
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const float* two = two_of(x, box, k, i);
-            y[i] = pair(two[0] * fast_gelu_derivative(low(y[i])),
-                        two[1] * fast_gelu_derivative(high(y[i])));
-        }
-        store_matrices(rows(box, k), y);
-    }
-    store_tile(dfch, at.row, at.column, result, group);
-    if (sums) sum_columns(sums, at, result, OC);
-    if (threadIdx.x % 128 == 0) stores_read();
-    shared_written();
-}
-
-// backward: matmul_dgelu, else matmul_gelu. sums may be null.
+// backward: matmul_dgelu, else matmul_gelu, which stores to out and out_gelu. sums may be null.
 template <bool backward>
 __device__ void product_with_gelu(
-    const Tiles& out, const Tiles& out_gelu, float* sums, const real* bias, const Tiles& inp,
-    const Tiles& w, const Tiles& fch, Sizes sizes) {
+    const Tiles& dfch, float* sums, real* out, real* out_gelu, const real* bias, const Tiles& inp,
+    const Tiles& w, const Tiles& fch, Sizes<backward> sizes) {
+    constexpr int STAGES = gelu_products::STAGES<backward>;
     DYNAMIC_SHARED(real, stages);
-    real* results = stages + STAGES * STAGE;  // one for each warpgroup
-    __shared__ Waits waits;
+    real* ring = stages + STAGES * STAGE;
+    __shared__ Waits<backward> waits;
     if (threadIdx.x == 0) {
         for (auto& mbarrier : waits.full) mbarrier_start(mbarrier, 1);
         for (auto& mbarrier : waits.empty) mbarrier_start(mbarrier, 4 * CLUSTER);  // warps
-        for (int i = 0; i < 2; i++) {
-            mbarrier_start(waits.fch_there[i], 1), mbarrier_start(waits.result_read[i], 4);
-            mbarrier_start(waits.my_turn[i], 4);
-        }
+        for (auto& mbarrier : waits.my_turn) mbarrier_start(mbarrier, 4);
+        for (auto& mbarrier : waits.fch_there) mbarrier_start(mbarrier, 1);
+        for (auto& mbarrier : waits.dfch_there) mbarrier_start(mbarrier, 4);
     }
     cluster_sync();
 
     if (threadIdx.x >= WORKERS) {
-        keep_registers<40>();
-        if (threadIdx.x == WORKERS) load_operands<backward>(stages, waits, inp, w, sizes);
-        if (backward && threadIdx.x == WORKERS + 32) load_fch(results, waits, fch, sizes);
+        keep_registers<24>();
+        if (threadIdx.x == WORKERS) load_operands(stages, waits, inp, w, sizes);
+        if constexpr (backward)
+            if (threadIdx.x == WORKERS + 32) exchange_boxes(ring, waits, dfch, fch, sizes);
     } else {
-        take_registers<232>();
-        int group = __shfl_sync(FULL_WARP, threadIdx.x / 128, 0);
-        real* result = results + group * TILE_SIZE;
-        int steps = sizes.C / 64, done = 0;  // tiles
-        unsigned step = group * steps;
-        for (int tile = blockIdx.x + group * gridDim.x; tile < sizes.tiles();
-             tile += 2 * gridDim.x, step += steps, done++) {
-            TileAt at(tile, sizes);
+        take_registers<240>();
+        int group = __shfl_sync(FULL_WARP, threadIdx.x / 128, 0), steps = sizes.C / 64;
+        int first = blockIdx.x / 2, clusters = gridDim.x / 2;
+        for (int n = group; first + n * clusters < sizes.items(); n += 2) {  // tiles of this block
+            unsigned step = n * steps;
             TileResult x;
-            mbarrier_wait(waits.my_turn[group], (done + (group == 0)) % 2);  // 0 is first
+            mbarrier_wait(waits.my_turn[group], (n / 2 + (group == 0)) % 2);  // 0 is first
             for (int i = 0; i < steps; i++, step++) {
                 mbarrier_wait(waits.full[step % STAGES], step / STAGES % 2);
                 const real* stage = stages + step % STAGES * STAGE;
-                multiply_stage<backward>(x, stage, stage + 2 * BOX, i > 0);
+                multiply_stage<false, backward>(x, stage, stage + 2 * BOX, i > 0);
                 wait_for_products<1>(x);  // so the stage before is empty
                 if (i > 0) warp_arrives_at_all(waits.empty[(step - 1) % STAGES]);
             }
-            warp_arrives(waits.my_turn[group ^ 1]);
+            warp_arrives(waits.my_turn[forget(unsigned(group)) ^ 1]);  // a register less
             wait_for_products<0>(x);
             warp_arrives_at_all(waits.empty[(step - 1) % STAGES]);
-            if (!backward) {
-                finish_forward(out, out_gelu, x, bias, at, result, sizes.OC, group);
+            if constexpr (backward) {
+                finish_backward(sums, x, first + n * clusters, ring, 6 * n, waits, sizes);
             } else {
-                mbarrier_wait(waits.fch_there[group], done % 2);
-                finish_backward(out, sums, x, at, result, sizes.OC, group);
-                warp_arrives(waits.result_read[group]);
+                finish_forward(out, out_gelu, x, bias, first + n * clusters, sizes);
             }
         }
-        if (threadIdx.x % 128 == 0) stores_arrive();
     }
     cluster_sync();  // the other block may still arrive at mbarriers of this one
 }
@@ -267,8 +288,8 @@ __device__ void product_with_gelu(
 
 #ifdef __CUDACC__  // Clusters of two blocks. read_kernels does not know this word in a definition
 extern "C" __global__ void __cluster_dims__(2, 1, 1) matmul_gelu(
-    const __grid_constant__ Tiles, const __grid_constant__ Tiles, const real*,
-    const __grid_constant__ Tiles, const __grid_constant__ Tiles, int, int, int);
+    real*, real*, const real*, const __grid_constant__ Tiles, const __grid_constant__ Tiles, int,
+    int, int);
 extern "C" __global__ void __cluster_dims__(2, 1, 1) matmul_dgelu(
     const __grid_constant__ Tiles, float*, const __grid_constant__ Tiles,
     const __grid_constant__ Tiles, const __grid_constant__ Tiles, int, int, int);
@@ -278,14 +299,13 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) matmul_dgelu(
 // multiples of 64. Items: blocks, an even number of them.
 BLOCK(384, 1)
 extern "C" __global__ void __launch_bounds__(384, 1) matmul_gelu(
-    const __grid_constant__ Tiles fch, const __grid_constant__ Tiles fch_gelu,
-    const real* __restrict__ bias, const __grid_constant__ Tiles inp,
-    const __grid_constant__ Tiles w, int N, int OC, int C) {
+    real* __restrict__ fch, real* __restrict__ fch_gelu, const real* __restrict__ bias,
+    const __grid_constant__ Tiles inp, const __grid_constant__ Tiles w, int N, int OC, int C) {
     turns::gelu_products::product_with_gelu<false>(
-        fch, fch_gelu, nullptr, bias, inp, w, inp, {N, OC, C});
+        inp, nullptr, fch, fch_gelu, bias, inp, w, inp, {N, OC, C});
 }
 
-// dfch (N,OC) = dout (N,C) @ w (C,OC) * gelu'(fch (N,OC)). sums (blocks of 128 rows, OC), unless
+// dfch (N,OC) = dout (N,C) @ w (C,OC) * gelu'(fch (N,OC)). sums (blocks of 192 rows, OC), unless
 // null: of each block the sums of dfch's columns. C and OC as above. Items: blocks, an even number.
 BLOCK(384, 1)
 extern "C" __global__ void __launch_bounds__(384, 1) matmul_dgelu(
@@ -293,5 +313,5 @@ extern "C" __global__ void __launch_bounds__(384, 1) matmul_dgelu(
     const __grid_constant__ Tiles dout, const __grid_constant__ Tiles w,
     const __grid_constant__ Tiles fch, int N, int OC, int C) {
     turns::gelu_products::product_with_gelu<true>(
-        dfch, dfch, sums, nullptr, dout, w, fch, {N, OC, C});
+        dfch, sums, nullptr, nullptr, nullptr, dout, w, fch, {N, OC, C});
 }

@@ -2,22 +2,26 @@
 
 cuBLASLt applies GELU where a product ends, while the tensor cores wait. The kernels here multiply
 one tile while they apply GELU to another. The one of the backward pass also sums its columns, of
-128 rows at a time, from which the gradient of fcb is made: a pass over memory less. A product of
-65536 x 768 x 3072 on an H200 takes 645 us in cuBLASLt and 570 to 590 here; in the backward pass 647
-and 100 more for the sums, and here 663 with them. Without GELU it takes 450.
+192 rows at a time, from which the gradient of fcb is made: a pass over memory less. A product of
+65536 x 768 x 3072 on an H200 takes 645 us in cuBLASLt, and in another call 530 here; in the
+backward pass 647 and 100 more for the sums, and here 646 with them. Without GELU it takes 450.
 
 dev/bench/time_kernels.py checks the kernels and times them beside cuBLASLt.
 """
+import ctypes
 from pathlib import Path
 
 from dev.common import gpus
 from dev.features.declare import Feature, is_fast
-from train_gpt2 import BF16, ceil_div
+from prepro_tinyshakespeare import UserError
+from train_gpt2 import BF16, aligned_bytes, ceil_div
 
 SOURCE = Path(__file__).resolve().with_suffix(".cu")
 SOURCES = (SOURCE.with_name("hopper.cuh"), SOURCE.with_name("turns.cuh"), SOURCE)
-HEIGHT = WIDTH = 128  # of a tile of the result
-STAGES = 5  # of 64 channels, that fit shared memory
+SHORT, LONG = 128, 192  # sides of a tile; forward it is wide, in the backward pass high
+# Bytes of shared memory: in the backward pass four stages of 64 channels of two operands, and eight
+# boxes of 64 x 64; forward five stages, which are fewer bytes.
+SHARED = 2 * (4 * (SHORT + LONG) * 64 + 8 * 64 * 64)
 THREADS = 384
 
 
@@ -27,13 +31,11 @@ def fits(a, w, *results):
             and a.shape[1] % 64 == 0 and results[0].shape[1] % 64 == 0)
 
 
-def plan(device, out):
-    """(blocks, bytes of shared memory). There is a block a multiprocessor, unless there are fewer
-    tiles; their number is even. In shared memory are stages of two operands, and two results."""
+def blocks_for(device, out, down, right):
+    """How many blocks multiply: one a multiprocessor, unless there are fewer tiles. Two are a
+    cluster, whose two tiles have `down` rows and `right` columns."""
     N, OC = out.shape
-    tiles = -(-N // HEIGHT) * 2 * -(-OC // (2 * WIDTH))
-    return (min(device.multiprocessors // 2 * 2, tiles),
-            2 * (STAGES * (HEIGHT + WIDTH) * 64 + 2 * HEIGHT * WIDTH))
+    return 2 * min(device.multiprocessors // 2, ceil_div(N, down) * ceil_div(OC, right))
 
 
 def maps(device, *arrays):
@@ -41,24 +43,47 @@ def maps(device, *arrays):
     return [device.tensor_map(x, *x.shape) for x in arrays]
 
 
+def map_of_fours(device, w):
+    """A tensor map by which TMA loads one of each four rows of w (OC,C), LONG / 4 of them: as
+    FastCuda.tensor_map's of C channels of a head, with 4 heads and OC / 4 tokens, but with boxes of
+    fewer tokens."""
+    OC, C = w.shape
+    if device.name == "cpu":
+        return device.tensor_map(w.reshape(OC // 4, 4 * C), OC // 4, C)
+    key = "fours", w.data.ptr, w.shape
+    if key not in device.maps:
+        made = aligned_bytes(128)
+        longs = ctypes.c_uint64
+        ints = ctypes.c_uint32
+        status = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled(
+            ctypes.c_void_p(made.ctypes.data), 9, 4, ctypes.c_void_p(w.data.ptr),
+            (longs * 4)(C, 4, OC // 4, 1), (longs * 3)(2 * C, 8 * C, 2 * C * OC),
+            (ints * 4)(64, 1, LONG // 4, 1), (ints * 4)(1, 1, 1, 1), 0, 3, 2, 0)
+        if status:
+            raise UserError(f"cuTensorMapEncodeTiled failed with status {status}: {w.shape}; "
+                            f"{device.AVOID}")
+        device.maps[key] = made
+    return device.maps[key].view("V128")
+
+
 def multiply_gelu(device, fch, fch_gelu, inp, w, bias):
     """fch (N,OC) = inp (N,C) @ w.T + bias, w (OC,C), and fch_gelu (N,OC) = gelu(fch)."""
-    blocks, shared = plan(device, fch)
-    device.launch("matmul_gelu", blocks, *maps(device, fch, fch_gelu), bias, *maps(device, inp, w),
-                  *fch.shape, inp.shape[1], threads=THREADS, shared=shared)
+    device.launch("matmul_gelu", blocks_for(device, fch, 2 * SHORT, LONG), fch, fch_gelu, bias,
+                  *maps(device, inp), map_of_fours(device, w), *fch.shape, inp.shape[1],
+                  threads=THREADS, shared=SHARED)
 
 
 def multiply_dgelu(device, dfch, sums, dout, w, fch):
-    """dfch (N,OC) = dout (N,C) @ w (C,OC) * gelu'(fch (N,OC)). sums (blocks of HEIGHT rows, OC),
+    """dfch (N,OC) = dout (N,C) @ w (C,OC) * gelu'(fch (N,OC)). sums (blocks of LONG rows, OC),
     unless None: of each block the sums of dfch's columns."""
-    blocks, shared = plan(device, dfch)
-    device.launch("matmul_dgelu", blocks, *maps(device, dfch), sums, *maps(device, dout, w, fch),
-                  *dfch.shape, dout.shape[1], threads=THREADS, shared=shared)
+    device.launch("matmul_dgelu", blocks_for(device, dfch, LONG, 2 * SHORT),
+                  *maps(device, dfch), sums, *maps(device, dout, w, fch), *dfch.shape,
+                  dout.shape[1], threads=THREADS, shared=SHARED)
 
 
 class OwnGelu:
     """A mixin in front of FastCuda: products with GELU that fit are multiplied by our kernels."""
-    sums = None  # where sums of columns go: fp32, a row for each HEIGHT rows of the result
+    sums = None  # where sums of columns go: fp32, a row for each LONG rows of the result
     summed = None  # the array whose columns have just been summed
     fused_gelu = True  # whether GELU is part of its product; FastCuda sets it
 
@@ -90,7 +115,7 @@ class SummedProducts:
         """As GPT2.bias_backward."""
         if self.device.summed is not dout:
             return super().bias_backward(dbias, dout)
-        return dbias, ceil_div(len(dout), HEIGHT), dout.shape[1]
+        return dbias, ceil_div(len(dout), LONG), dout.shape[1]
 
 
 FEATURE = Feature(

@@ -36,6 +36,10 @@ __device__ unsigned forget(unsigned x) {
     asm volatile("" : "+r"(x));
     return x;
 }
+__device__ float forget(float x) {
+    asm volatile("" : "+f"(x));
+    return x;
+}
 __device__ const real* forget(const real* tile) {
     asm volatile("" : "+l"(tile));
     return tile;

@@ -11,11 +11,13 @@ from pathlib import Path
 
 from dev.common import gpus
 from dev.features.declare import Feature, is_fast
-from dev.features.hopper.gelu_products import HEIGHT, STAGES, THREADS, WIDTH, fits, maps
+from dev.features.hopper.gelu_products import THREADS, fits, maps
 from train_gpt2 import ceil_div
 
 SOURCE = Path(__file__).resolve().with_suffix(".cu")
 SOURCES = (SOURCE.with_name("hopper.cuh"), SOURCE.with_name("turns.cuh"), SOURCE)
+HEIGHT = WIDTH = 128  # of a tile of the result
+STAGES = 5  # of 64 channels
 
 
 def plan(device, N, H, width):

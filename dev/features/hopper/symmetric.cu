@@ -12,8 +12,9 @@
 // In tiles of 128 x 128, a matrix of 768 x 768 has 36 of them, and 21 on the diagonal or above it.
 // A tile needs two panels: 128 rows of l (columns, for l' r) for its own rows, and of r for its
 // columns. Warpgroups take turns as in gelu_products.cu. What they wait for is panels, so there are
-// six stages in place of five, and one place for results, which they use by turns, too. And two neighbouring blocks, a cluster,
-// have two tiles that share their columns' panel, of which each block loads half for both:
+// six stages in place of five, and one place for results, which they use by turns, too. Two
+// neighbouring blocks, a cluster, have two tiles that share their columns' panel, of which each
+// block loads half for both:
 //
 //         0 1 2 3 4 5
 //      0  a b c d e f      the two rows of a band are the clusters' two blocks: b b, c c, ..

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from dev.common import gpus
 from dev.features.declare import Feature, is_fast
-from dev.features.hopper.gelu_products import HEIGHT, THREADS, WIDTH
+from dev.features.hopper.gelu_products import THREADS
 from dev.features.muon import COEFFICIENTS, SHARE
 from train_gpt2 import BF16, ceil_div
 
@@ -32,6 +32,7 @@ SOURCE = Path(__file__).resolve().with_suffix(".cu")
 SOURCES = (SOURCE.with_name("hopper.cuh"), SOURCE.with_name("turns.cuh"), SOURCE)
 CHAINS = (3, 2)  # iterations for which X is multiplied once, if one side is twice the other
 SINGLY = (1,) * len(COEFFICIENTS)
+HEIGHT = WIDTH = 128  # of a tile of the result
 STAGES = 6  # of 64 of what is summed, that fit shared memory beside one result
 BLOCKS_OF_NORM = 4  # of a matrix: more than one only for the few that are divided after all
 DTYPES = "bf16", "fp8"  # FP8 is for layers' products: the optimizer's are in bf16

@@ -1,5 +1,5 @@
 // What kernels for Hopper share whose two warpgroups take turns: while one multiplies a tile of
-// 128 x 128, the other one has its tile in registers, works on it, and has TMA store it.
+// 128 x 128 or 128 x 192, the other one has its tile in registers, works on it and stores it.
 // gelu_products.cu says how that works. This file is compiled behind kernels.cu and hopper.cuh with
 // -DBF16 -DHOPPER, in front of the files that use it. Each of them may bring it, so it may be there
 // twice.
@@ -10,27 +10,38 @@ static_assert(HOPPER, "compile it with -DBF16 -DHOPPER");
 namespace turns {  // other files beside kernels.cu use some of these names, too
 
 constexpr int BOX = 64 * 64;                     // numbers that TMA copies at a time
-constexpr int HEIGHT = 128, WIDTH = 128;         // of a tile
+constexpr int HEIGHT = 128, WIDTH = 128;         // of a tile, unless a file has a WIDTH of its own
 constexpr int STAGES = 5;                        // steps of 64 channels, loaded or multiplied
 constexpr int TILE_SIZE = HEIGHT * WIDTH, STAGE = (HEIGHT + WIDTH) * 64;  // in numbers
 constexpr int WORKERS = 2 * 128;                 // threads of the two warpgroups that multiply
 using TileResult = Result<2 * WIDTH>;            // x[0][n]: rows 0..63, then 64..127
+static_assert(2 * (STAGES * STAGE + 2 * TILE_SIZE) == 229376, "that much fits");
 
 #ifdef __CUDACC__
-// D (64,128) = A (64,16) B (16,128), or with `add` D += A B. Each warp has 16 rows of D. A is 16
-// channels of 64 rows; or, a_of_rows, A' is 64 columns of 16 rows. So is B', of 128 rows; or,
-// b_of_rows, B is 128 columns of 16 rows.
-template <bool b_of_rows, bool a_of_rows>
+#define NUMBERED_64 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15," \
+                    "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31," \
+                    "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47," \
+                    "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+// D (64,width) = A (64,16) B (16,width), or with `add` D += A B; width is 128 or 192. Each warp has
+// 16 rows of D. A is 16 channels of 64 rows; or, a_of_rows, A' is 64 columns of 16 rows. So is B',
+// of `width` rows; or, b_of_rows, B is `width` columns of 16 rows.
+template <int width, bool b_of_rows, bool a_of_rows>
 __device__ void wgmma_wide(float (*d)[4], unsigned long long a, unsigned long long b, bool add) {
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %66, 0;"
-                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
-                 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
-                 "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
-                 "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,"
-                 "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}, "
-                 "%64, %65, p, 1, 1, %67, %68;}"
-                 : FLOATS32(d), FLOATS32((d + 8))
-                 : "l"(a), "l"(b), "r"((int)add), "n"((int)a_of_rows), "n"((int)b_of_rows));
+    static_assert(width == 128 || width == 192);
+    if constexpr (width == 128)
+        asm volatile("{.reg .pred p; setp.ne.b32 p, %66, 0;"
+                     "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" NUMBERED_64 "}, "
+                     "%64, %65, p, 1, 1, %67, %68;}"
+                     : FLOATS32(d), FLOATS32((d + 8))
+                     : "l"(a), "l"(b), "r"((int)add), "n"((int)a_of_rows), "n"((int)b_of_rows));
+    else
+        asm volatile("{.reg .pred p; setp.ne.b32 p, %98, 0;"
+                     "wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 {" NUMBERED_64 ","
+                     "%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,"
+                     "%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95}, "
+                     "%96, %97, p, 1, 1, %99, %100;}"
+                     : FLOATS32(d), FLOATS32((d + 8)), FLOATS32((d + 16))
+                     : "l"(a), "l"(b), "r"((int)add), "n"((int)a_of_rows), "n"((int)b_of_rows));
 }
 
 // All threads of a warpgroup wait for each other.
@@ -72,37 +83,43 @@ __device__ void mbarrier_arrive_at(unsigned long long& mbarrier, int rank) {
                  "mbarrier.arrive.shared::cluster.b64 _, [there];}"
                  ::"r"(shared_address(&mbarrier)), "r"(rank) : "memory");
 }
-// Starts to copy a box to the same place of both blocks. Each one's own mbarrier counts its bytes,
-// which must be expected there.
-__device__ void copy_box_to_both(
-    real* box, const Tiles* map, int c, int row, int matrix, unsigned long long& mbarrier) {
-    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-                 ".multicast::cluster [%0], [%1, {%2, %3, %4, %5}], [%6], %7;"
-                 ::"r"(shared_address(box)), "l"(map), "r"(c), "r"(0), "r"(row), "r"(matrix),
-                   "r"(shared_address(&mbarrier)), "h"((unsigned short)3) : "memory");
+// One of the blocks, for which `ours` is true, starts to copy a box to the same place of both. Each
+// one's own mbarrier counts its bytes, which must be expected there. Coordinates as in copy_box.
+template <int rows = 64>
+__device__ void share_box(real* box, const Tiles* map, int c, int head, int row, int matrix,
+                          unsigned long long& mbarrier, bool ours) {
+    if (ours)
+        asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx"
+                     "::bytes.multicast::cluster [%0], [%1, {%2, %3, %4, %5}], [%6], %7;"
+                     ::"r"(shared_address(box)), "l"(map), "r"(c), "r"(head), "r"(row),
+                       "r"(matrix), "r"(shared_address(&mbarrier)), "h"((unsigned short)3)
+                     : "memory");
 }
 __device__ void expect_bytes(int bytes, unsigned long long& mbarrier) {
     asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;"
                  ::"r"(shared_address(&mbarrier)), "r"(bytes) : "memory");
 }
+#else  // a CPU has no clusters: a block loads all boxes itself
+constexpr int CLUSTER = 1;
+__device__ void cluster_sync() { __syncthreads(); }
+__device__ void mbarrier_arrive_at(unsigned long long& mbarrier, int) { mbarrier_arrive(mbarrier); }
+template <int rows = 64>
+__device__ void share_box(real* box, const Tiles* map, int c, int head, int row, int matrix,
+                          unsigned long long& mbarrier, bool) {
+    copy_box(box, map, c, head, row, matrix, mbarrier, rows);
+}
+__device__ void expect_bytes(int, unsigned long long&) {}
+#endif
+
 // Loads two boxes of one matrix for both blocks: each block one of them. The second begins `right`
 // channels and `down` rows behind the first.
 __device__ void load_for_both(real* boxes, const Tiles& map, int c, int row, int matrix, int right,
                               int down, unsigned long long& full) {
-    int own = blockIdx.x % 2;
     expect_bytes(2 * BOX * sizeof(real), full);
-    copy_box_to_both(boxes + own * BOX, &map, c + own * right, row + own * down, matrix, full);
-}
-#else  // a CPU has no clusters: a block loads both boxes itself
-constexpr int CLUSTER = 1;
-__device__ void cluster_sync() { __syncthreads(); }
-__device__ void mbarrier_arrive_at(unsigned long long& mbarrier, int) { mbarrier_arrive(mbarrier); }
-__device__ void load_for_both(real* boxes, const Tiles& map, int c, int row, int matrix, int right,
-                              int down, unsigned long long& full) {
     for (int box = 0; box < 2; box++)
-        copy_box(boxes + box * BOX, &map, c + box * right, 0, row + box * down, matrix, full);
+        share_box(boxes + box * BOX, &map, c + box * right, 0, row + box * down, matrix, full,
+                  box == int(blockIdx.x % 2));
 }
-#endif
 
 // As warp_arrives, at the mbarriers of all blocks of the cluster.
 __device__ void warp_arrives_at_all(unsigned long long& mbarrier) {
@@ -115,9 +132,11 @@ __device__ void warp_arrives_at_all(unsigned long long& mbarrier) {
 __device__ unsigned own_address16(const real* tile) { return address16(tile) % (1 << 14); }
 
 // x = A B of a stage, or with `add` x += A B. A is (HEIGHT,64), or A' (64,HEIGHT) if a_of_rows; B,
-// (64,WIDTH) if b_of_rows, else B' (WIDTH,64). Each is two boxes.
-template <bool b_of_rows, bool a_of_rows = false>
-__device__ void multiply_stage(TileResult& x, const real* of_a, const real* of_b, bool add) {
+// (64,width) if b_of_rows, else B' (width,64). Both are boxes of 64 rows and 64 columns.
+template <bool b_of_rows, bool a_of_rows = false, int columns>
+__device__ void multiply_stage(
+    Result<columns>& x, const real* of_a, const real* of_b, bool add) {
+    constexpr int width = columns / 2;
     auto a = describe(own_address16(of_a)), b = describe(own_address16(of_b));
     if (b_of_rows) b += (unsigned long long)(BOX / W - 1) << 16;  // to the next 64 columns
     wgmma_fence(x.x);
@@ -125,8 +144,8 @@ __device__ void multiply_stage(TileResult& x, const real* of_a, const real* of_b
     for (int k = 0; k < 64; k += 16)
 #pragma unroll
         for (int half = 0; half < 2; half++)
-            wgmma_wide<b_of_rows, a_of_rows>(
-                x.x[0] + WIDTH / 8 * half,
+            wgmma_wide<width, b_of_rows, a_of_rows>(
+                x.x[0] + width / 8 * half,
                 further(a, (half * BOX + (a_of_rows ? k * 64 : k)) / W),
                 further(b, (b_of_rows ? k * 64 : k) / W), add || k > 0);
     wgmma_commit();
@@ -150,7 +169,8 @@ struct RowsOfLane {
 __device__ int first_row_of_warp() { return forget(threadIdx.x) / 32 % 4 * 16; }
 
 // The two numbers of the product that become Pair i of these columns.
-__device__ const float* two_of(const TileResult& x, int box, int k, int i) {
+template <int columns>
+__device__ const float* two_of(const Result<columns>& x, int box, int k, int i) {
     return x.x[0][8 * box + 2 * k + i / 2] + i % 2 * 2;
 }
 __device__ float low(Pair two) { return __uint_as_float(two << 16); }
