@@ -76,9 +76,11 @@ def compile_cuda(text, gpu, flags):
     NotCompiled."""
     import cupy  # noqa: F401
     from cupy_backends.cuda.libs import nvrtc
+    # Beside a driver NVRTC keeps what it has compiled, and says nothing of it the second time.
+    anew = ["--no-cache"] if nvrtc.getVersion() >= (12, 9) else []
     program = nvrtc.createProgram(text, "kernels.cu", [], [])
     try:
-        nvrtc.compileProgram(program, [f"-arch={gpu}", "--ptxas-options=-v", *flags])
+        nvrtc.compileProgram(program, [f"-arch={gpu}", "--ptxas-options=-v", *anew, *flags])
     except nvrtc.NVRTCError:
         raise NotCompiled(nvrtc.getProgramLog(program)) from None
     log, used = nvrtc.getProgramLog(program), {}
