@@ -95,8 +95,6 @@ struct Block {
     unsigned count, next;   // the number of threads; the first place whose thread has not started yet
     unsigned parked = 0;    // lanes parked, in all warps
     size_t number = 0;      // how many blocks this OS thread has begun
-    size_t turns = 0;       // how often it has changed from a thread to another
-    bool inside = false;    // does a block run?
     Copies copies[1024];    // of each thread
     bool copied = false;    // are there any?
     void (*run)(void**);    // Threads<kernel>::run
@@ -162,13 +160,10 @@ struct Block {
         copied = false;
         running = &home;
         if (_setjmp(abandon) == 0) {
-            inside = true;
             run(args);
             if (parked) switch_to(choose(thread_number()));
-            inside = false;
             return true;
         }
-        inside = false;
         if (left != &home) __sanitizer_finish_switch_fiber(home.fake_stack, nullptr, nullptr);
         const char* bottom = static_cast<const char*>(home.bottom);
         if (bottom) __asan_unpoison_memory_region(bottom, static_cast<char*>(__builtin_frame_address(0)) - bottom);
@@ -272,7 +267,6 @@ struct Block {
         Fiber* self = left = running;
         if (to == self) return;
         running = to;
-        turns++;
         if (MARK_PLACE(self->context) == 0) {
             __sanitizer_start_switch_fiber(&self->fake_stack, to->bottom, to->size);
             if (to->started) GO_TO_PLACE(to->context);
@@ -368,12 +362,6 @@ template <class T> QUIET inline void poison(const char* name, T& variable, size_
     races::shared_variable(name, variable);
 }
 
-}  // namespace cuda_on_cpu
-
-#include "endless.h"
-
-namespace cuda_on_cpu {
-
 template <auto kernel> struct Threads;
 template <class... A, void (*kernel)(A...)> struct Threads<kernel> {
     // Runs threads not yet started, one after another, on the current stack: all of them if none waits. If one did,
@@ -436,7 +424,6 @@ const char* launch(const char* name, void (*run)(void**), const unsigned* grid, 
         static PER_OS_THREAD std::unique_ptr<Block> owner;
         if (!owner) owner.reset(block = new Block);
         Block& b = *block;
-        const Watch watch(&b);
         gridDim = {grid[0], grid[1], grid[2]};
         blockDim = {threads[0], threads[1], threads[2]};
         b.run = run, b.args = args, b.count = unsigned(count), b.shared_bytes = shared_bytes;

@@ -14,8 +14,7 @@
 // in a shuffle, leaves its frames where they are, and another thread runs on another stack. The switch takes some 25 ns,
 // which is what a shuffle costs each lane.
 //
-// If no thread is left to run and some still wait, the block is stuck, and is reported; so it is if a thread computes
-// for ever (endless.h). Threads run in a fixed order, and
+// If no thread is left to run and some still wait, the block is stuck, and is reported. Threads run in a fixed order, and
 // never two of a block at a time, so no bit of a result depends on the number of cores.
 //
 // For the same reason one order may hide a forgotten barrier, which is a race on a GPU. So set_order chooses another:
@@ -54,12 +53,6 @@
 #include <atomic>
 #include <cmath>
 #include <limits>
-#ifdef __linux__
-#include <signal.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
-#endif
 #ifdef __SANITIZE_THREAD__
 #include <link.h>
 #include <signal.h>

@@ -10,7 +10,6 @@ from pathlib import Path
 from unittest import mock
 
 import numpy as np
-import pytest
 
 from dev.common.cache import cache_folder, read_cache, write_cache
 from dev.common.config import Config
@@ -19,7 +18,6 @@ from dev.cpu.host import compiler_of, lacks_openmp
 from dev.features.devices import make_device
 from dev.lab.bench import orders as thread_orders
 from dev.tests.checks import EXACT, check, check_refusal, refusal
-from dev.tests.small_kernels import HEAD, built, kernel, launch
 from prepro_tinyshakespeare import replace_file
 
 KERNEL_FILE = """
@@ -320,27 +318,3 @@ def test_orders(device_name, folder):
         device.launch("copies", 1, out, source)
         check(f"copies land where they are waited for, in order {order}",
               np.array_equal(out, nan, equal_nan=True))
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="it takes Linux's timers")
-def test_endless(folder):
-    """A thread that waits in a loop for another one of its block is reported, whether it asks by an
-    atomic or not, and the next launch is none the worse. Behind a barrier it need not wait."""
-    text = HEAD + kernel("asks", "int* flag", """
-    if (t == 5) while (atomicAdd(flag, 0) == 0) {}
-    if (t == 6) atomicAdd(flag, 1);
-""") + kernel("reads", "volatile int* flag", """
-    __syncthreads();
-    if (t == 5) while (*flag == 0) {}
-    if (t == 6) *flag = 1;
-""") + kernel("meets", "int* flag", """
-    if (t == 6) atomicAdd(flag, 1);
-    __syncthreads();
-    if (t == 5) while (atomicAdd(flag, 0) == 0) {}
-""")
-    with mock.patch.dict(os.environ, CXXFLAGS="-DPATIENCE=1"):
-        device = built("emulated", folder, text)
-    for name in ("asks", "reads"):
-        check_refusal(name, rf"{name}: block \(0, 0, 0\) is stuck: thread 5 has computed for 1 s",
-                      launch, device, name, 64, np.zeros(1, np.int32))
-        yield "then", launch(device, "meets", 64, np.zeros(1, np.int32))[0], [1], EXACT
