@@ -34,8 +34,7 @@ extern "C" __global__ void token_embedding(
 constexpr int GELU = 1, SWIGLU = 2;
 
 // rows (B,C), in shared memory: inp (B,C), or unless x is null the norm of x (B,C): a layernorm, or
-// without normb an RMSNorm. It is rounded as a stored norm would be. Other blocks of the kernel may
-// have written inp and x, so neither is __restrict__.
+// without normb an RMSNorm. It is rounded as a stored norm would be.
 __device__ void bring_rows(float* rows, const real* inp, const float* x,
                            const real* __restrict__ normw, const real* __restrict__ normb,
                            float eps, int B, int C) {
@@ -280,8 +279,8 @@ __device__ void each_pack_of_head(F f) {
 // beyond the position end at once. If several have keys, each leaves its sum in parts, with the
 // largest score and the sum of weights; the last of them to finish adds all up, in order. arrived
 // counts them: it begins as zeros and is left as zeros. Bound by memory: keys and values are read
-// once. `most` is how many chunks of a head parts has room for; q is shared memory. eager: load
-// all keys and values of a thread at once, as many as registers hold, before qkv is there.
+// once. `most` is how many chunks of a head parts has room for; q is shared memory. eager: if
+// registers hold all keys and values of a thread, load them before qkv is there.
 template <int THREADS, bool eager, class Qkv, class Out>
 __device__ void attend(Out out, real* keys, real* values, float* parts, int* arrived, Qkv qkv,
                        const float* __restrict__ rope, const int* positions, float scale, int T,
@@ -659,8 +658,9 @@ struct Weights {
     }
 };
 
-// A number that a phase hands to the next is a word: fp32 and a date, which counts the phases since
-// the first pass. They arrive together, so a block reads the words that it needs until they have
+// A number that a phase hands to the next is a word: fp32 and a date, which grows from phase to
+// phase and from launch to launch. It begins anew after a million launches, when no word is left
+// that is so old. They arrive together, so a block reads the words that it needs until they have
 // the date. If blocks counted who has come instead, they would wait for a fence, for the count, and
 // only then for the numbers. A phase that is launched alone finds all in place.
 struct Dates {
@@ -823,7 +823,8 @@ __device__ void prefetch_all(const real* numbers, int size, int thread) {
 // Phases from..to-1 run: all, or one. If the likeliest tokens are drawn, it makes several passes,
 // so that the weights of the next one are on their way, too: each block tells the others its
 // candidates, and each chooses. All blocks must be on the GPU at once, since they wait for
-// each other; on a CPU there may be only one if there are several phases. No block is so far ahead
+// each other: it has room for them, but two passes at once, of two processes under MPS, could wait
+// for ever. On a CPU there may be only one if there are several phases. No block is so far ahead
 // that it overwrites what another still reads: each number of a phase depends on all of those
 // before, and each block has rows of a layer's weights. But a block without a row of a product does
 // not wait for what it multiplies, which may be overwritten then.
@@ -909,6 +910,8 @@ __device__ void run_phases(const TokenPass& p, int from, int to, int passes, flo
                 }
             } else if (part == 1) {
                 int heads = p.B * NKV, chunks = (p.T + CHUNK - 1) / CHUNK;
+                // In each pass the same block has a chunk of a head: so it may read keys that it
+                // stored in an earlier one without asking others.
                 for (int k = blockIdx.x; k < heads * chunks; k += gridDim.x) {
                     auto write = [&](size_t i, float y) {
                         real rounded;

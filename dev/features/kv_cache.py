@@ -154,8 +154,9 @@ class Cached:
         self.shared = shared_of_pass(min(self.rows, self.few), config.L,
                                      self.widest_of(config, device, T),
                                      config.NH // self.cache.keys.shape[2], config.C // config.NH)
-        # Always or never: then a text alone has the bits that it has among others.
-        self.in_one = device.name == "cuda" and self.shared <= device.max_shared
+        # Always or never: then a text alone has the bits that it has among others. Beside these
+        # bytes the kernel has arrays of its own, for norms' sums: more than max_shared spares.
+        self.in_one = device.name == "cuda" and self.shared + 4096 <= device.max_shared
         self.draws = device.name == "cuda"  # whether tokens are drawn on the device
         table = config.parameter_table(device.real)
         self.weights = [self.layer_views(self.params, table, l) for l in range(config.L)]

@@ -188,16 +188,17 @@ __device__ float add_to_twins(real* result, const Eight (&e)[2], int half, int k
     return largest;
 }
 
-// two_fp8 makes 448 of infinity, which would hide it. So if a tile of this thread had one, all of
-// its rows of that tile get a NaN, and so do its columns: see fp8_output.cuh.
+// two_fp8 makes 448 of infinity, which would hide it. So once a thread has had one, a row and a
+// column of its warp's part of the twins get a NaN, from which the loss or the gradient's norm gets
+// it: see fp8_output.cuh. They are where this warp has just stored, since others may store later.
 __device__ void show_infinities(real* result, float largest) {
     __syncwarp();
     if (largest <= -LOWEST) return;
     unsigned lane = forget(threadIdx.x) % 32, warp = forget(threadIdx.x) / 32 % 4;
     for (int i = 0; i < 2; i++) {
         *reinterpret_cast<Pair*>(result + i * BOX + (16 * warp + lane % 16) * 64) = 0x7f7f7f7f;
-        *reinterpret_cast<Pair*>(result + (2 + i) * BOX + (16 * warp + lane % 16) * 64) =
-            0x7f7f7f7f;
+        *reinterpret_cast<Pair*>(result + (2 + i) * BOX + (16 * warp + lane % 16) * 64 +
+                                 (warp ^ lane % 8) * W) = 0x7f7f7f7f;
     }
 }
 

@@ -10,7 +10,7 @@ static_assert(HOPPER, "compile it with -DBF16 -DHOPPER");
 namespace turns {  // other files beside kernels.cu use some of these names, too
 
 constexpr int BOX = 64 * 64;                     // numbers that TMA copies at a time
-constexpr int HEIGHT = 128, WIDTH = 128;         // of a tile, unless a file has a WIDTH of its own
+constexpr int HEIGHT = 128, WIDTH = 128;         // of a tile, unless a file says otherwise
 constexpr int STAGES = 5;                        // steps of 64 channels, loaded or multiplied
 constexpr int TILE_SIZE = HEIGHT * WIDTH, STAGE = (HEIGHT + WIDTH) * 64;  // in numbers
 constexpr int WORKERS = 2 * 128;                 // threads of the two warpgroups that multiply
@@ -70,7 +70,7 @@ __device__ void store_box(const Tiles* map, int c, int row, const real* box, int
                  : "memory");
 }
 
-constexpr int CLUSTER = 2;  // blocks that share rows
+constexpr int CLUSTER = 2;  // blocks that share an operand
 
 // Until all threads of the cluster are here. Shared memory of the other block may be used between
 // the first call and the last.
