@@ -38,18 +38,9 @@ static_assert(STAGE == 4 * BOX && TILE_SIZE == 4 * BOX && 2 * (STAGES + 2) * STA
 __device__ void wgmma_e4m3(float (*d)[4], unsigned long long a, unsigned long long b, bool add) {
     asm volatile("{.reg .pred p; setp.ne.b32 p, %66, 0;"
                  "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 "
-                 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
-                 "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
-                 "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,"
-                 "%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}, "
+                 "{" NUMBERED_64 "}, "
                  "%64, %65, p, 1, 1;}"
                  : FLOATS32(d), FLOATS32((d + 8)) : "l"(a), "l"(b), "r"((int)add));
-}
-
-__device__ float reciprocal(float x) {  // of infinity it is 0
-    float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
 }
 
 // 16 bytes that are read once, now: the compiler does not move the load to where they are needed.

@@ -46,14 +46,6 @@ using TileResult = Result<2 * LONG>;  // x[0][n]: rows 0..63, then 64..127, of t
 static_assert(2 * (4 * STAGE + RING * BOX) == 229376 && STAGE <= RING * BOX,
               "as gelu_products.py says");
 
-#ifdef __CUDACC__
-__device__ float reciprocal(float x) {  // of infinity it is 0
-    float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-#endif
-
 // GELU as in kernels.cu, x g with g = 1/(1 + e^(-2u)), without a true division: bf16 hides what the
 // fast one loses. Far to the left e^(-2u) is infinity, and g its limit 0.
 __device__ float gelu_share(float x) {

@@ -22,14 +22,6 @@ namespace turns::swiglu_products {
 constexpr int TALL = 16;
 static_assert(2 * (STAGES * STAGE + 2 * TILE_SIZE) == 229376, "as swiglu_products.py says");
 
-#ifdef __CUDACC__
-__device__ float reciprocal(float x) {  // of infinity it is 0
-    float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-#endif
-
 // 1/(1 + e^-x). Far to the left e^-x is infinity, and this its limit 0.
 __device__ float sigmoid(float x) { return reciprocal(1.0f + power_of_2(-LOG2_E * x)); }
 

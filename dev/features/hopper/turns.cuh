@@ -44,6 +44,12 @@ __device__ void wgmma_wide(float (*d)[4], unsigned long long a, unsigned long lo
                      : "l"(a), "l"(b), "r"((int)add), "n"((int)a_of_rows), "n"((int)b_of_rows));
 }
 
+__device__ float reciprocal(float x) {  // of infinity it is 0
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 // All threads of a warpgroup wait for each other.
 __device__ void warpgroup_sync(int group) {
     asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory");
