@@ -38,7 +38,7 @@ from dev.features.hopper.attention_five import (
 from dev.features.hopper.gelu_products import (
     LONG, SOURCES as GELU, OwnGelu, multiply_dgelu, multiply_gelu)
 from dev.features.hopper import swiglu_products, symmetric
-from dev.features.muon import COEFFICIENTS, BatchOnCpu, BatchOnGpu
+from dev.features.muon import BatchOnCpu, BatchOnGpu
 from dev.features.products import TimedProducts
 from dev.lab import heads, timing
 from dev.lab.bench import BF16_LIMIT, Bench
@@ -653,7 +653,7 @@ def time_symmetric(device, text, peers):
     a = drawn_matrices(device, **parse_sizes(text))
     x, y, out = a.x, array_on(device, a.x.shape, BF16), array_on(device, a.gram.shape, BF16)
     device.put(a.scales, np.ones(len(x), np.float32))
-    of_a, of_b, of_c = COEFFICIENTS[0]
+    of_a, of_b, of_c = device.coefficients[0]
     across = x.transpose(0, 2, 1)
     tall = x.shape[1] > x.shape[2]
     by = (x, a.poly) if tall else (a.poly, x)
@@ -684,8 +684,10 @@ def time_symmetric(device, text, peers):
                   f"with an addend {us(device, lambda: library(y, *by, 1.0, x, of_a))}"]
         print(f"{text}, us, ours (cuBLASLt's): {', '.join(words)}", flush=True)
     words = [f"cuBLASLt {whole(super(symmetric.OwnSymmetric, device).orthogonalize)}"]
-    for chains in ((1, 1, 1, 1, 1), (2, 2, 1), (3, 2)):
-        with mock.patch.object(symmetric, "CHAINS", chains):
+    side, length = sorted(x.shape[1:])
+    # A chain keeps two results in y, which only such matrices have room for
+    for chains in ((1, 1, 1, 1), *[(2, 1, 1), (2, 2)] * (length >= 2 * side)):
+        with mock.patch.object(symmetric, "chains_of", lambda *sizes, chains=chains: chains):
             words.append(f"ours {chains} {whole(device.orthogonalize)}")
     print(f"{text}, us, an orthogonalization: {', '.join(words)}", flush=True)
     return said.startswith("error")

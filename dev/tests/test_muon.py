@@ -32,21 +32,23 @@ from train_gpt2 import ceil_div, offsets, pack_batch, to_float
 CONFIG = Config(maxT=19, V=251, L=3, NH=2, C=64, Vp=263)
 LLAMA_CONFIG = Config3(V=251, L=2, NH=4, NKV=2, C=64, multiple_of=8)
 KERNELS = "muon_momentum", "muon_normalize", "muon_update"
-A, B, C = 3.4445, -4.7750, 2.0315  # Jordan's coefficients
+JORDANS = [(3.4445, -4.7750, 2.0315)] * 5
+DEFAULT = [(8.156555, -22.483293, 15.87877), (4.04293, -2.808917, 0.500018),
+           (3.891668, -2.772484, 0.506065), (3.285754, -2.368129, 0.46449)]
 
 
-def polynomial(s):
-    """What five iterations make of a singular value."""
-    for _ in range(5):
-        s = A * s + B * s**3 + C * s**5
+def polynomial(s, coefficients=DEFAULT):
+    """What the iterations make of a singular value."""
+    for a, b, c in coefficients:
+        s = a * s + b * s**3 + c * s**5
     return s
 
 
-def orthogonalized(x):
+def orthogonalized(x, coefficients=DEFAULT):
     """The result for a matrix in float64, by its singular values and vectors."""
     u, s, v = np.linalg.svd(x.astype(np.float64), full_matrices=False)
     norm = np.sqrt(np.square(s / s.max()).sum()) * s.max() if s.any() else 1
-    return u * polynomial(s / norm) @ v
+    return u * polynomial(s / norm, coefficients) @ v
 
 
 @functools.cache
@@ -97,22 +99,26 @@ def orthogonalize_on(device, matrices):
 @fast
 def test_orthogonalize(device_name):
     """Hurtful matrices against a singular value decomposition, and their singular values, which
-    lie in the band of five iterations."""
+    lie in the band of the coefficients."""
     places = ("cuda",) if device_name == "cuda" else ("emulated", "cpu")
-    for place, dtype in itertools.product(places, ("fp32", "bf16")):
+    sets = ("polar", DEFAULT, (0.41, 1.6), (0.36, 1.66)), ("jordan", JORDANS, (0.66, 1.22),
+                                                           (0.6, 1.28))
+    for place, dtype, (of, coefficients, in_fp32, in_bf16) in itertools.product(
+            places, ("fp32", "bf16"), sets):
         device = device_for(place, dtype)
-        low, high = (0.66, 1.22) if dtype == "fp32" else (0.6, 1.28)
+        low, high = in_fp32 if dtype == "fp32" else in_bf16
         for rows, columns in ((64, 64), (32, 288), (200, 32), (1, 64), (96, 1), (129, 160)):
             cases = hurtful(rows, columns)
             stored = np.stack([*cases.values()]).astype(np.float32)
-            found = orthogonalize_on(device, stored)
+            with mock.patch.object(device, "coefficients", coefficients):
+                found = orthogonalize_on(device, stored)
             for what, x, result in zip(cases, stored, found):
-                name = f"{place} {dtype} {rows}x{columns} {what}"
+                name = f"{place} {dtype} {of} {rows}x{columns} {what}"
                 if dtype == "bf16":
                     x = to_float(to_bf16(x))
-                if dtype == "fp32":  # each iteration makes small errors 3.4 times larger
+                if dtype == "fp32":  # small errors grow like small singular values
                     limit = 2e-4 if "rank" in what else 2e-5
-                    yield name, result, orthogonalized(x), limit
+                    yield name, result, orthogonalized(x, coefficients), limit
                 s, before = (np.linalg.svd(y.astype(np.float64), compute_uv=False)
                              for y in (result, x))
                 norm = np.linalg.norm(before / (before.max() or 1)) * before.max()
@@ -123,10 +129,16 @@ def test_orthogonalize(device_name):
 
 
 def test_polynomial():
-    """The band itself: what five iterations make of all singular values from 0.01 to 1."""
-    s = polynomial(np.linspace(0.01, 1, 10**5))
-    check("the band", 0.66 < s.min() and s.max() < 1.22, (s.min(), s.max()))
-    check("module and test have the same coefficients", muon.COEFFICIENTS == [(A, B, C)] * 5)
+    """The band itself: what iterations make of all singular values from where it begins to 1."""
+    for name, coefficients, least, low, high in (("jordan", JORDANS, 0.0016, 0.68, 1.21),
+                                                 ("polar-express", DEFAULT, 0.00102, 0.42, 1.58)):
+        s = polynomial(np.linspace(least, 1, 10**5), coefficients)
+        check(f"the band of {name}", low < s.min() and s.max() < high, (s.min(), s.max()))
+        check(f"below the band of {name}", polynomial(0.9 * least, coefficients) < low)
+        check("module and test have the same", muon.COEFFICIENTS[name] == coefficients)
+    check("of devices without flags", muon.Orthogonal.coefficients == DEFAULT)
+    flags = parse_flags("", FEATURE_FLAGS, ["--optimizer", "muon"])
+    check("by default", flags.muon_coefficients == "polar-express")
 
 
 def test_kernels(device_name):
@@ -186,6 +198,21 @@ def in_fp32(step):
     import torch
     with mock.patch.object(torch.Tensor, "bfloat16", lambda x: x.clone()):
         step()
+
+
+def with_default(coefficients):
+    """A context in which torch.optim.Muon, which has Jordan's coefficients, has the default's, if
+    these are named."""
+    def orthogonalize(x, *_):
+        x = x / x.norm()
+        for a, b, c in DEFAULT:
+            squares = x @ x.T
+            x = a * x + (b * squares + c * squares @ squares) @ x
+        return x
+
+    if coefficients == "jordan":
+        return contextlib.nullcontext()
+    return mock.patch("torch.optim._muon._zeropower_via_newtonschulz", orthogonalize)
 
 
 def pieces_of(name, x, c):
@@ -248,9 +275,9 @@ def muon_model(architecture, c, device_name, *more, B=8, T=19, dtype="fp32"):
     recompute = "--recompute" in more
     Model = model_class(architecture, "--optimizer", "muon", *map(str, more))
     Model.flags.learning_rate = SETTINGS["learning_rate"]
-    mixin = muon.BatchOnGpu if device_name == "cuda" else muon.BatchOnCpu
+    Model.flags.device, Model.flags.plain = device_name, 0
     beside = [muon.SOURCE, *[RECOMPUTE] * recompute]
-    device = stack(device_class(device_name), [mixin])(dtype, c, beside)
+    device = stack(device_class(device_name), [muon.batch_class(Model.flags)])(dtype, c, beside)
     model = Model(c, device, B, T)
     model.set_parameters(draw_parameters(c, 5))
     return model
@@ -263,19 +290,22 @@ def arrays_of(model, views):
 
 def test_updates(device_name):
     """Three updates with the model's own gradients, within 1e-5 of torch.optim.Muon's and AdamW's;
-    matrices in one batch or in several. (With fewer tokens than C, gradients would have singular
-    values of 0, which each of the two makes rounding errors of.)"""
+    matrices in one batch or in several, with Jordan's coefficients, and PyTorch's class with other
+    ones. (With fewer tokens than C, gradients would have singular values of 0, which each of the
+    two makes rounding errors of.)"""
     pytest.importorskip("torch")
     rng, place = np.random.default_rng(1), place_of(device_name)
-    for c, architecture, convention, room in (
-            (CONFIG, GPT2, "original", 2**28), (CONFIG, GPT2, "rms", 300_000),
-            (LLAMA_CONFIG, Llama3, "original", 100_000)):
-        with mock.patch.object(muon, "WORKSPACE", room):
+    for c, architecture, convention, room, coefficients in (
+            (CONFIG, GPT2, "original", 2**28, "jordan"), (CONFIG, GPT2, "rms", 300_000, "jordan"),
+            (CONFIG, GPT2, "original", 2**28, "polar-express"),
+            (LLAMA_CONFIG, Llama3, "original", 100_000, "jordan")):
+        with mock.patch.object(muon, "WORKSPACE", room), with_default(coefficients):
             groups = muon.groups_of(muon.parts_of(c))
             batches = [*muon.batches_of(groups, np.float32)]
             model = muon_model(architecture, c, place, "--muon-scale", convention,
-                               "--muon-lr", 0.3, "--muon-momentum", 0.9)
-            title = f"{architecture.__name__} {convention}"
+                               "--muon-lr", 0.3, "--muon-momentum", 0.9, "--muon-coefficients",
+                               coefficients)
+            title = f"{architecture.__name__} {convention} {coefficients}"
             check(f"{title}: batches", (len(batches) > len(groups)) == (room < 2**28))
             torchs = "match_rms_adamw" if convention == "rms" else convention
             twin = Twin(c, arrays_of(model, model.params), SETTINGS, 0.3, 0.9, torchs)
@@ -298,7 +328,8 @@ def test_fifty_steps(device_name):
     torch = pytest.importorskip("torch")
     from dev.bench.torch_reference import GPT2 as Reference
     c, steps, rng = CONFIG, 50, np.random.default_rng(7)
-    model = muon_model(GPT2, c, place_of(device_name), "--muon-lr", 0.02, B=4, T=16)
+    model = muon_model(GPT2, c, place_of(device_name), "--muon-lr", 0.02, "--muon-coefficients",
+                       "jordan", B=4, T=16)
     twin = Twin(c, arrays_of(model, model.params), SETTINGS, 0.02, 0.95, "original")
     shape = Reference(c.maxT, c.V, c.L, c.NH, c.C, c.V)
     data = rng.integers(c.V, size=(3, 2, 4, 16), dtype=np.int32)  # few enough to be learned
@@ -350,8 +381,10 @@ def test_bf16_and_recompute(device_name):
 
 def test_operations():
     """The operations that --dry-run adds are those of all products of an update."""
-    for architecture, c in ((GPT2, CONFIG), (Llama3, LLAMA_CONFIG)):
-        model, counted = muon_model(architecture, c, "cpu", B=1, T=5), []
+    for architecture, c, coefficients in ((GPT2, CONFIG, "polar-express"),
+                                          (Llama3, LLAMA_CONFIG, "jordan")):
+        model, counted = muon_model(architecture, c, "cpu", "--muon-coefficients", coefficients,
+                                    B=1, T=5), []
         multiply = model.device.matmul_batch
 
         def counting(out, left, right, *more, multiply=multiply, counted=counted):

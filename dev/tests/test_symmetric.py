@@ -171,13 +171,13 @@ def test_orthogonalize(device_name):
         for what, x, result, beside in zip(cases, stored, found, plain):
             name = f"{rows}x{columns} {what}"
             s = np.linalg.svd(result.astype(np.float64), compute_uv=False)
-            check(f"{name}: the largest", s.max() < 1.28, s.max())
+            check(f"{name}: the largest", s.max() < 1.66, s.max())
             if "rank" in what or what == "zeros":
                 check(f"{name}: finite", np.isfinite(result).all())
                 continue
             wish = orthogonalized(to_float(to_bf16(x)))
             error = time_kernels.off(result, wish)
-            check(f"{name}: the matrix", error < 0.04, error)
+            check(f"{name}: the matrix", error < 0.06, error)
             others = time_kernels.off(beside, wish)
             check(f"{name}: as others", error < 3 * others, (error, others))
 
@@ -203,20 +203,26 @@ def test_which(device_name):
             x, y, *(time_kernels.array_on(device, (2, side, side), BF16) for _ in "gp"),
             np.ones(2, np.float32))
         check(f"{rows}x{columns}: where it is", made is x or made is y)
-        wish = orthogonalized(np.eye(rows, columns) / side**0.5)
-        check(f"{rows}x{columns}: the result", time_kernels.off(to_float(made[1]), wish) < 0.02)
+        wish = orthogonalized(np.eye(rows, columns) / side**0.5, device.coefficients)
+        error = time_kernels.off(to_float(made[1]), wish)
+        check(f"{rows}x{columns}: the result", error < 0.04, error)
         check(f"{rows}x{columns}: operations",
               sum(multiplied + applied) == device.flops_of(2, rows, columns))
         return len(multiplied), len(applied)
 
-    check("square", count(64, 64) == (10, 5))
-    check("less than twice", count(64, 120) == (10, 5))
-    check("twice", count(64, 128) == (2 + 5 + 3 * 3, 2))
-    check("tall", count(200, 64) == (16, 2))
-    check("no multiple of 8", count(60, 64) == (0, 15))
+    check("square", count(64, 64) == (8, 4))
+    check("less than twice", count(64, 120) == (8, 4))
+    check("twice", count(64, 128) == (2 + 4 + 2 * 3, 2))
+    check("tall", count(200, 64) == (12, 2))
+    for iterations, chains, products in ((1, 1, 2), (2, 1, 1 + 2 + 3), (3, 1, 1 + 3 + 2 * 3),
+                                         (5, 2, 2 + 5 + 3 * 3), (6, 3, 3 + 6 + 3 * 3)):
+        device.coefficients = [(3.4445, -4.7750, 2.0315)] * iterations
+        check(f"{iterations} iterations", count(64, 128) == (products, chains))
+    del device.coefficients
+    check("no multiple of 8", count(60, 64) == (0, 12))
     device.smallest = 65
-    check("too small", count(64, 128) == (0, 15))
-    check("large enough", count(72, 72) == (10, 5))
+    check("too small", count(64, 128) == (0, 12))
+    check("large enough", count(72, 72) == (8, 4))
 
 
 def test_choice():

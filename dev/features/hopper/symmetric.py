@@ -11,9 +11,9 @@ large ones. With G = X X' and P = a I + b G + c G G, an iteration makes P X of X
     G = X X'    P1 from G    G = P1 G P1    P2 from G    ..    X <- .. P2 P1 X
 
 P has a I in it, so that P X has nothing to add. Each P G P makes the rounding errors of G up to
-twelve times larger (a a), where singular values are small. Hence CHAINS: three iterations, and then
-two with a new G. The result is as near to that of exact products as without chains, since X is
-rounded less often.
+twelve times larger (a a), where singular values are small. Hence chains of two iterations (if their
+number is odd, one of three), each with a new G. The result is as near to that of exact products as
+without chains, since X is rounded less often.
 
 X is not divided by its norm, which would be a pass over memory. The first G is scaled instead, in
 fp32, before it is rounded: G = X X' / norm^2, and the polynomial that multiplies X is P / norm.
@@ -25,13 +25,11 @@ from pathlib import Path
 from dev.common import gpus
 from dev.features.declare import Feature, is_fast
 from dev.features.hopper.gelu_products import THREADS
-from dev.features.muon import COEFFICIENTS, SHARE
+from dev.features.muon import SHARE
 from train_gpt2 import BF16, ceil_div
 
 SOURCE = Path(__file__).resolve().with_suffix(".cu")
 SOURCES = (SOURCE.with_name("hopper.cuh"), SOURCE.with_name("turns.cuh"), SOURCE)
-CHAINS = (3, 2)  # iterations for which X is multiplied once, if one side is twice the other
-SINGLY = (1,) * len(COEFFICIENTS)
 HEIGHT = WIDTH = 128  # of a tile of the result
 STAGES = 6  # of 64 of what is summed, that fit shared memory beside one result
 BLOCKS_OF_NORM = 4  # of a matrix: more than one only for the few that are divided after all
@@ -45,9 +43,11 @@ def pairs_of_tiles(matrices, side):
     return matrices * bands * (panels - bands) + ceil_div(matrices * (panels - bands), 2)
 
 
-def chains_of(side, length):
-    """The numbers of iterations for which X is multiplied once."""
-    return CHAINS if length >= 2 * side else SINGLY
+def chains_of(iterations, side, length):
+    """The numbers of successive iterations for which X is multiplied once."""
+    chains = max(1, iterations // 2) if length >= 2 * side else iterations
+    each, more = divmod(iterations, chains)
+    return [each + (i < more) for i in range(chains)]
 
 
 def launch(device, name, out, arrays, *args):
@@ -93,7 +93,7 @@ class OwnSymmetric:
         if not self.multiplies(rows, columns):
             return super().flops_of(n, rows, columns)
         side, length = sorted((rows, columns))
-        chains = chains_of(side, length)
+        chains = chains_of(len(self.coefficients), side, length)
         of_sides = sum(iterations + 3 * (iterations - 1) for iterations in chains)
         tiles = 2 * pairs_of_tiles(n, side) * HEIGHT * WIDTH
         return (2 * tiles * (len(chains) * length + of_sides * side)
@@ -112,8 +112,8 @@ class OwnSymmetric:
         if not self.multiplies(*x.shape[1:]):
             return super().orthogonalize(x, y, gram, poly, scales)
         side, length = sorted(x.shape[1:])
-        coefficients = iter(COEFFICIENTS)
-        for iterations in chains_of(side, length):
+        coefficients = iter(self.coefficients)
+        for iterations in chains_of(len(self.coefficients), side, length):
             multiply_gram(self, gram, x, scales)
             some = [next(coefficients) for _ in range(iterations)]
             by = self.polynomials(some, gram, poly, y.reshape(-1), scales)
