@@ -8,7 +8,10 @@ keep each run's result.
 
 Settings come in rounds: rates; what these suggest, with schedules and warmups; then the best of
 each optimizer with more seeds, and Muon for fewer steps, in which it may still reach AdamW's final
-loss; then the best of each with GPT-2 355M.
+loss; then the best of each with GPT-2 355M. With --long 1 only the best settings of runs of 300
+steps begin, and then come seeds and fewer steps:
+
+    python -m dev.bench.optimizers --long 1 -x 600 --results long.jsonl -i ... -j ...
 
 A line of the results file is a run: its setting, its validation losses, and its times. Runs that
 are in the file are not made again, so the program can be stopped, and continues where it was;
@@ -36,6 +39,7 @@ from train_gpt2 import FLAGS as TRAINERS
 RATES = {"adamw": (5e-4, 1e-3, 1.5e-3, 2e-3, 3e-3, 4e-3),
          "muon": (0.005, 0.01, 0.015, 0.02, 0.03, 0.04)}
 REST = 2e-3  # AdamW's rate beside Muon
+SHORTER = dict(muon_coefficients="polar-express")
 MORE = {  # settings that the first round suggests: (rate of the hidden matrices, changes)
     "adamw": [
         (5e-4, dict(beta2=0.99)),
@@ -61,9 +65,23 @@ MORE = {  # settings that the first round suggests: (rate of the hidden matrices
         (0.06, dict(schedule="wsd", learning_rate=4e-3)),
         (0.04, dict(schedule="wsd", learning_rate=8e-3)),
         (0.04, dict(schedule="wsd", learning_rate=8e-3, muon_momentum=0.9)),
-        (0.04, dict(schedule="wsd", learning_rate=8e-3, muon_momentum=0.85))]}
+        (0.04, dict(schedule="wsd", learning_rate=8e-3, muon_momentum=0.85)),
+        (0.04, dict(schedule="wsd", learning_rate=8e-3, **SHORTER)),
+        (0.04, dict(schedule="wsd", learning_rate=8e-3, seed=43, **SHORTER)),
+        (0.04, dict(schedule="wsd", learning_rate=8e-3, seed=44, **SHORTER))]}
+LONG = {  # the best of the settings above
+    "muon": [
+        (0.04, dict(schedule="wsd", learning_rate=8e-3, muon_momentum=0.9, **SHORTER)),
+        (0.04, dict(schedule="wsd", learning_rate=8e-3, **SHORTER))],
+    "adamw": [
+        (1e-3, dict(schedule="wsd", warmup=0.4)),
+        (1e-3, dict(schedule="wsd", warmup=0.3)),
+        (1e-3, dict(schedule="wsd", warmup=0.5)),
+        (1.5e-3, dict(schedule="wsd", warmup=0.5))]}
 SEEDS = 42, 43, 44
 SHARES = {"adamw": (1,), "muon": (1, 0.67, 0.5, 0.45, 0.33)}  # of the steps, in the third round
+LONG_SHARES = {"adamw": (1,), "muon": (0.6, 0.5, 0.67, 1)}
+OF_EARLIER = "jordan"  # Muon's coefficients, where a setting does not name any
 LARGE = dict(model="d24", batch_size=16)  # in the fourth round, for 5/6 of the steps
 COMMON = dict(beta1=0.9, clip=1.0, final_fraction=0.0)
 FLAGS = [
@@ -77,6 +95,7 @@ FLAGS = [
     (None, "--device", ("cuda", "cpu"), "cuda", "where to compute"),
     (None, "--dtype", ("fp32", "bf16"), "bf16", "precision"),
     (None, "--results", str, "optimizers.jsonl", "file of results, which is continued"),
+    (None, "--long", "switch", 0, "1: only the best settings of runs of 300 steps"),
     (None, "--seconds", "count", 86400, "start no run that would last longer"),
     (None, "--show", "switch", 0, "1: print the table, and train nothing")]
 
@@ -99,23 +118,21 @@ def first_round(steps):
             for rate in rates]
 
 
-def second_round(steps):
-    return [setting(optimizer, rate, steps, **changes) for optimizer, rows in MORE.items()
+def settings_of(table, steps):
+    return [setting(optimizer, rate, steps, **changes) for optimizer, rows in table.items()
             for rate, changes in rows]
 
 
-def third_round(steps, results):
-    earlier = [*first_round(steps), *second_round(steps)]
-    for optimizer in MORE:
-        values = best(optimizer, results, earlier)
-        for share in SHARES[optimizer]:
-            for seed in SEEDS:
-                if (share, seed) != (1, SEEDS[0]):
-                    yield values | dict(steps=round(share * steps), seed=seed)
+def with_seeds(shares, steps, results, earlier):
+    """The best of the earlier settings with each seed, and for shares of the steps."""
+    for seed in SEEDS:
+        for optimizer in shares:
+            values = best(optimizer, results, earlier)
+            for share in shares[optimizer]:
+                yield values | dict(steps=round(share * steps), seed=seed)
 
 
-def fourth_round(steps, results):
-    earlier = [*first_round(steps), *second_round(steps)]
+def with_355m(steps, results, earlier):
     for optimizer in MORE:
         yield best(optimizer, results, earlier) | LARGE | dict(steps=round(5 / 6 * steps))
 
@@ -131,11 +148,24 @@ def key_of(values):
     return json.dumps(values, sort_keys=True)
 
 
-def remaining(steps, results):
+def rounds_of(steps, results, long):
+    """Each round's settings. A round begins when the one before it has all results."""
+    if long:
+        earlier = settings_of(LONG, steps)
+        yield earlier
+        yield with_seeds(LONG_SHARES, steps, results, earlier)
+    else:
+        yield first_round(steps)
+        yield settings_of(MORE, steps)
+        earlier = [*first_round(steps), *settings_of(MORE, steps)]
+        yield with_seeds(SHARES, steps, results, earlier)
+        yield with_355m(steps, results, earlier)
+
+
+def remaining(steps, results, long):
     """The settings of the first unfinished round that have no result yet."""
     done = {key_of(row["setting"]) for row in results}
-    for a_round in (first_round(steps), second_round(steps), third_round(steps, results),
-                    fourth_round(steps, results)):
+    for a_round in rounds_of(steps, results, long):
         left = [values for values in a_round if key_of(values) not in done]
         if left:
             return left
@@ -167,9 +197,10 @@ class Quiet:
 
 
 def kind_of(values, asked):
-    """(optimizer, model, B) of a setting: runs of one kind share a model."""
+    """(optimizer, model, B, coefficients) of a setting: runs of one kind share a model."""
     return (values["optimizer"], values.get("model", asked.model),
-            values.get("batch_size", asked.batch_size))
+            values.get("batch_size", asked.batch_size),
+            values.get("muon_coefficients", OF_EARLIER))
 
 
 class Runs:
@@ -177,7 +208,7 @@ class Runs:
 
     def __init__(self, kind, asked):
         self.kind = kind
-        optimizer, model, batch_size = kind
+        optimizer, model, batch_size, coefficients = kind
         table, _ = table_of_flags(TRAINERS, GPT2.Config)
         flags = parse_flags("", table, [], defaults=False)
         given = dict(device=asked.device, dtype=asked.dtype, model=model,
@@ -185,6 +216,8 @@ class Runs:
                      batch_size=batch_size, seq_len=asked.seq_len, steps=asked.steps,
                      val_batches=asked.val_batches, sample_every=0, optimizer=optimizer,
                      schedule="linear", val_every=asked.steps, **COMMON)
+        if optimizer == "muon":
+            given["muon_coefficients"] = coefficients
         flags, _ = with_defaults(with_values(flags, **given), table, GPT2.Config)
         Run, Model = attach(flags, Training, GPT2)
         self.training = type("Run", (Quiet, Run), {})(Model.flags, Model)
@@ -283,7 +316,7 @@ def main(arguments=None):
         raise UserError("expected -i and -j, the token files to train and to validate on: python "
                         "-m dev.data.english and dev.data.fineweb make them")
     runs, longest = SimpleNamespace(kind=None), 0.0
-    while left := remaining(asked.steps, results):
+    while left := remaining(asked.steps, results, asked.long):
         values = left[0]
         kind = kind_of(values, asked)
         if kind != runs.kind:
