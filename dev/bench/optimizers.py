@@ -69,18 +69,21 @@ MORE = {  # settings that the first round suggests: (rate of the hidden matrices
         (0.04, dict(schedule="wsd", learning_rate=8e-3, **SHORTER)),
         (0.04, dict(schedule="wsd", learning_rate=8e-3, seed=43, **SHORTER)),
         (0.04, dict(schedule="wsd", learning_rate=8e-3, seed=44, **SHORTER))]}
-LONG = {  # the best of the settings above
+LONG = {  # the best of the settings above, and neighbours of what was best in 600 steps
     "muon": [
         (0.04, dict(schedule="wsd", learning_rate=8e-3, muon_momentum=0.9, **SHORTER)),
         (0.04, dict(schedule="wsd", learning_rate=8e-3, **SHORTER))],
     "adamw": [
         (1e-3, dict(schedule="wsd", warmup=0.4)),
         (1e-3, dict(schedule="wsd", warmup=0.3)),
-        (1e-3, dict(schedule="wsd", warmup=0.5)),
-        (1.5e-3, dict(schedule="wsd", warmup=0.5))]}
+        (1e-3, dict(schedule="wsd", warmup=0.2)),
+        (1.5e-3, dict(schedule="wsd", warmup=0.3)),
+        (5e-4, dict(schedule="wsd", warmup=0.4)),
+        (2e-3, dict(schedule="wsd", warmup=0.4)),
+        (1e-3, dict(schedule="linear", warmup=0.1))]}
 SEEDS = 42, 43, 44
 SHARES = {"adamw": (1,), "muon": (1, 0.67, 0.5, 0.45, 0.33)}  # of the steps, in the third round
-LONG_SHARES = {"adamw": (1,), "muon": (0.6, 0.5, 0.67, 1)}
+LONG_SHARES = {"adamw": (1,), "muon": (0.5, 0.4, 0.33, 1)}
 OF_EARLIER = "jordan"  # Muon's coefficients, where a setting does not name any
 LARGE = dict(model="d24", batch_size=16)  # in the fourth round, for 5/6 of the steps
 COMMON = dict(beta1=0.9, clip=1.0, final_fraction=0.0)
