@@ -50,9 +50,9 @@ Several ranks divide the matrices of a batch among them, and gather what the oth
 --zero 1 each has whole layers of the hidden tensors, and momentum, fp32 parameters and the work for
 these alone.
 
-On text that is read once, Muon reached AdamW's best validation loss in half of the steps:
-dev/RESULTS.md has all runs, of dev/bench/optimizers.py. In these runs of 300 steps a momentum of
-0.85 ended lower than 0.95. What counts in an orthogonalization is how far it lifts small singular
+On text that is read once, Muon reached AdamW's best validation loss in half of the steps, of 300
+and of 600: dev/RESULTS.md has all runs, of dev/bench/optimizers.py. In 300 steps a momentum of 0.85
+ended lower than 0.95. What counts in an orthogonalization is how far it lifts small singular
 values: four of Jordan's iterations, 141-fold, ended 0.09 higher than five, 485-fold, and Polar
 Express's four, 422-fold, did not. NorMuon's second moment and cautious decay changed less than
 another seed does, so they are not here.
