@@ -70,17 +70,20 @@ def include_flags():
     return [f"-I{path.parent}" for path in sorted(found)[:1]]
 
 
-def compile_cuda(text, gpu, flags):
+def compile_cuda(text, gpu, flags, annotated=False):
     """(NVRTC's messages, {kernel: Used}, {array: values of the ints that it begins with}) of a
-    program for a GPU such as sm_90a. The arrays are those in constant memory. Raises
-    NotCompiled."""
+    program for a GPU such as sm_90a. The arrays are those in constant memory. annotated: refuse
+    functions without __device__. Raises NotCompiled."""
     import cupy  # noqa: F401
     from cupy_backends.cuda.libs import nvrtc
     # Beside a driver NVRTC keeps what it has compiled, and says nothing of it the second time.
     anew = ["--no-cache"] if nvrtc.getVersion() >= (12, 9) else []
+    # cupy.RawModule does so too. Else NVRTC 13.0 takes a lambda with `auto` for the host's.
+    for_device = [] if annotated else ["--device-as-default-execution-space"]
     program = nvrtc.createProgram(text, "kernels.cu", [], [])
     try:
-        nvrtc.compileProgram(program, [f"-arch={gpu}", "--ptxas-options=-v", *anew, *flags])
+        nvrtc.compileProgram(program, [f"-arch={gpu}", "--ptxas-options=-v", *for_device, *anew,
+                                       *flags])
     except nvrtc.NVRTCError:
         raise NotCompiled(nvrtc.getProgramLog(program)) from None
     log, used = nvrtc.getProgramLog(program), {}

@@ -24,7 +24,8 @@ namespace tiles {
 
 constexpr int STEP = 128 / sizeof(real);  // the summed index goes by steps of 128 bytes
 constexpr int LD = STEP + 8;              // a tile's row: neighbours in a column are in different banks
-constexpr int WIDE_LD = 128 + W;          // the same for a wide tile: rows of 128 numbers, one for each summed index
+// The same for a wide tile: rows of 128 numbers, one for each summed index. Only some files have wide tiles.
+[[maybe_unused]] constexpr int WIDE_LD = 128 + W;
 
 // Rows first..first+rows-1 of a matrix, from column c on, into a tile (rows, LD), by asynchronous copies of 16 bytes;
 // zeros beyond the matrix. stride is from row to row.

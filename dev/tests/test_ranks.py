@@ -519,13 +519,13 @@ def test_killed_ranks(device_name, folder, kills):
     output.mkdir()
     (output / "ranks_0123456789ab").touch()  # of a job that was killed before its ranks had met
     while killed < kills:
+        newest = max(whole_ones(output, count, 1), default=0)  # a job that runs removes older ones
         job = begin(device_name, count, folder, output, *BRIEF, *flags, "-y", 1,
                     environment={"TRAIN_GPT2_WAIT": "5"})
         if killed % 3 == 1:  # while it starts
             time.sleep(chance.random())
         else:
-            begun(job,
-                  min(steps, max(whole_ones(output, count, 1), default=0) + chance.randint(1, 4)))
+            begun(job, min(steps, newest + chance.randint(1, 4)))
             while killed % 3 == 0 and job.poll() is None and not any(output.glob("*.tmp")):
                 time.sleep(1e-4)  # it hits a file that is being written
         with contextlib.suppress(KeyError, ProcessLookupError):

@@ -153,6 +153,11 @@ def test_gpus(folder):
     lines, _ = on_gpus.judge(Submission(path), ["fp32"])
     check("NVRTC: a helper without __device__", re.search(
         r"host function line \d+: float twice.*__device__ in front", said(lines)), lines)
+    path.write_text(filled("softmax_forward", SOFTMAX.replace(
+        "float top", "auto twice = [](auto a) { return 2 * a; };\n    float top").replace(
+        "top = fmaxf(top, ", "top = fmaxf(top, twice(0.5f) * ")))
+    lines, _ = on_gpus.judge(Submission(path), ["fp32"])  # which NVRTC 13.0 takes for the host's
+    check("NVRTC: a lambda with auto", not lines, lines)
     path.write_text(filled("softmax_forward", BLOCK_A_ROW, block="BLOCK(256, 1)"))
     lines, facts = on_gpus.judge(Submission(path), ["fp32", "bf16"])
     check("both GPUs, both dtypes", not lines and [(f["gpu"], f["dtype"]) for f in facts] == [
