@@ -46,6 +46,8 @@ from train_gpt2 import read_kernels
 
 TOP = Path(__file__).resolve().parents[2]
 SPILLED = 68  # bytes that a kernel may spill when it has used all its registers
+# NVRTC 13.0 spills more of this one: 72 bytes for Hopper, 112 for sm_120
+OF_OLDER = {"token_pass": 112} if nvrtc.getVersion() == (13, 0) else {}
 SMALL, LARGE_HEADS, LARGE_MODEL = Config(C=768, NH=12), Config(C=1024, NH=8), Config(C=4096, NH=32)
 # by channels of a head
 HEADS = {64: SMALL, 80: Config(C=960, NH=12), 96: Config(C=1152, NH=12), 128: LARGE_HEADS}
@@ -88,7 +90,8 @@ def compile_for(gpu, dtype, c, beside=(), spilled=SPILLED, unused=None):
                if re.search(r"\bwarning( #|\s*:)|wgmma.*serialized", line)]
     for name, need in used.items():
         report[name] = need.registers, need.shared
-        if need.spilled > (SPILLED if name in own else spilled) and not (unused and unused in name):
+        most = OF_OLDER.get(name, SPILLED if name in own else spilled)
+        if need.spilled > most and not (unused and unused in name):
             faults.append(f"{where}: {name} spills {need.spilled} bytes")
         # Kernels launched with more threads than their BLOCK says have __launch_bounds__, which
         # ptxas obeys.
