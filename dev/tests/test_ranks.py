@@ -514,7 +514,8 @@ def test_killed_ranks(device_name, folder, kills):
     flags, steps, count, chance = (("-x", 10, "-n", 1, "-nk", 2, "-z", 1, "--dtype", "fp32"), 10, 2,
                                    random.Random(1))
     output, killed = folder / "killed", 0
-    train(device_name, count, folder, folder / "whole", *BRIEF, *flags)
+    text = train(device_name, count, folder, folder / "whole", *BRIEF, *flags)
+    assert steps in done_steps(folder / "whole"), f"mpirun's status is 0, but: {text[-700:]}"
     expected = bytes_of(folder / "whole", count, steps)
     output.mkdir()
     (output / "ranks_0123456789ab").touch()  # of a job that was killed before its ranks had met
@@ -538,7 +539,8 @@ def test_killed_ranks(device_name, folder, kills):
         if steps in whole_ones(output, count, 1):
             same(f"after {killed} kills", bytes_of(output, count, steps), expected)
             shutil.rmtree(output)
-    train(device_name, count, folder, output, *BRIEF, *flags, "-y", 1)
+    text = train(device_name, count, folder, output, *BRIEF, *flags, "-y", 1)
+    assert steps in done_steps(output), f"mpirun's status is 0, but: {text[-700:]}"
     same(f"after {killed} kills", bytes_of(output, count, steps), expected)
     check("after kills: the newest two are left",
           whole_ones(output, count, 1) == [steps - 1, steps])
