@@ -412,11 +412,11 @@ QUIET inline void hand_over(const void* mbarrier) {
     std::fill_n(until.begin() + t / 32 * 32, 32, meeting[t / 32]);
     until[t] = ++now;
     auto& known = clocks[GPU_WIDE][Address(mbarrier)];
-    if (known && known->count(number)) {  // several threads arrive
-        const std::vector<unsigned>& before = known->at(number);
-        for (size_t i = 0; i < until.size(); i++) until[i] = max(until[i], before[i]);
-    }
-    known = std::make_shared<const Clock>(Clock{{number, until}});
+    auto clock = std::make_shared<Clock>(Clock{{number, until}});
+    if (known && known->count(number)) join(*clock, *known);  // several threads arrive
+    for (const Seen& s : seen)  // and what it has learned of other blocks
+        if (s.thread == t && s.clock->size() > s.clock->count(number)) join(*clock, *s.clock);
+    known = clock;
     if (!place) access(Address(mbarrier), 8, access_of(__builtin_return_address(0), 8, true, true));
 }
 QUIET inline void look_at(const void* mbarrier) {

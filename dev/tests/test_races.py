@@ -369,6 +369,44 @@ def test_small_kernels(folder):
                   f"{found}; lines {lines}, expected {marked[number]}")
 
 
+TURNS = """
+    __shared__ unsigned long long all;
+    volatile int* turn = counter;
+    if (t == 0) hopper::mbarrier_start(all, 64);
+    __syncthreads();
+    if (t == 0) {
+        while (*turn < b) {}
+        __threadfence();
+    }
+    hopper::mbarrier_arrive(all);
+    hopper::mbarrier_wait(all, 0);
+    scratch[t] += inp[i];  //!
+    __syncthreads();
+    if (t == 0) {
+        __threadfence();
+        *turn = b + 1;
+    }
+"""
+
+
+def test_mbarriers(folder):
+    """What a thread has learned of other blocks it hands on at an mbarrier."""
+    bodies = {"": TURNS, "no turn": TURNS.replace("while (*turn < b) {}", ""),
+              "no mbarrier": TURNS.replace("hopper::mbarrier_wait(all, 0);", "")}
+    kernels, _ = numbered(folder / "turns.cu", HEAD, bodies.values())
+    with mock.patch.dict(os.environ, CXXFLAGS=f"{FLAGS} -DHOPPER"):
+        device = make_device("emulated", "bf16", kernels, plain=True)
+    for number, name in enumerate(bodies):
+        out, inp = np.ones(512, np.float32), np.ones(512, np.float32)
+        counter, found = np.zeros(4, np.int32), ""
+        try:
+            device.launch(f"kernel{number}", 256, out, inp, counter, np.zeros(512, np.uint16))
+        except races.Race as e:
+            found = str(e)
+        check(name or "turns", bool(found) == bool(name) and "scratch" in (found or "scratch"),
+              found)
+
+
 def compiled_lab():
     """(the task, the names of the kernels) of the lab, compiled."""
     task = workers.Task("cpu", {}, None, None, ("fp32",), False, False, True)
