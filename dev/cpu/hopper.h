@@ -259,6 +259,7 @@ struct Sent {
 struct Hopper {
     size_t block = 0;  // its number
     WarpGroup groups[8];
+    Barrier teams[4];
     std::vector<Box> boxes;
     std::vector<Line> lines;
     std::vector<Sent> sent;
@@ -363,6 +364,21 @@ __device__ void warpgroup_sync(int, int line = __builtin_LINE()) {
     races::hand_over(barrier);
     group_meets("warpgroup_sync", line, [] {});
     races::take_over(barrier);
+}
+
+// All threads of so many neighbouring warp groups.
+template <int n>
+__device__ void groups_sync(int line) {
+    Block& b = *block;
+    const unsigned t = thread_number(), team = t / (128 * n);
+    Barrier& barrier = state().teams[team];
+    races::hand_over(&barrier);
+    b.next = max(b.next, b.place[t] + 1);
+    const bool all = barrier.complete("groups_sync", line, 128 * n);
+    for (unsigned i = 0; i < 4 * n && all; i++) b.warps[team * 4 * n + i].waiting = 0;
+    if (!all || b.order != FORWARD) b.wait(t, "groups_sync", line, all);
+    waited = true;
+    races::take_over(&barrier);
 }
 
 template <int pending, int parts> void wgmma_wait(float (&d)[1][parts][4], int line = __builtin_LINE()) {

@@ -75,18 +75,23 @@ def values_of(twin):
     return twin.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
 
 
+STEPS, ZERO = 192, 26  # a slope is a byte b: (b - ZERO) / STEPS
+
+
 def in_registers(x):
-    """x (N,OC) in the order in which the kernels keep fch: of each tile of 128 x 128, for each 64
-    rows and each 16 columns, each thread's 2 rows and 4 columns."""
+    """x (N,OC) in the order in which the kernels keep slopes: of each tile of 128 x 128, for each
+    64 rows and each 32 columns, each thread's 16 numbers, which are 2 rows and twice 4 columns."""
     N, OC = x.shape
-    tiles = x.reshape(N // 128, 2, 4, 8, 2, OC // 128, 8, 4, 4)  # half, warp, i, row; m, q, column
-    return np.ascontiguousarray(tiles.transpose(0, 5, 1, 6, 2, 3, 7, 4, 8))
+    tiles = x.reshape(N // 128, 2, 4, 8, 2, OC // 128, 4, 2, 4, 4)
+    # half, warp, i, row; tile, k, m, q, column
+    return np.ascontiguousarray(tiles.transpose(0, 5, 1, 6, 2, 3, 8, 7, 4, 9)).reshape(N, OC)
 
 
-def from_registers(kept, N, OC):
+def from_registers(kept):
     """The inverse of in_registers."""
-    tiles = kept.reshape(N // 128, OC // 128, 2, 8, 4, 8, 4, 2, 4)
-    return tiles.transpose(0, 2, 4, 5, 7, 1, 3, 6, 8).reshape(N, OC)
+    N, OC = kept.shape
+    tiles = kept.reshape(N // 128, OC // 128, 2, 4, 4, 8, 4, 2, 2, 4)
+    return tiles.transpose(0, 2, 4, 5, 8, 1, 3, 7, 6, 9).reshape(N, OC)
 
 
 def drawn(device, N, OC, C):
@@ -102,7 +107,7 @@ def drawn(device, N, OC, C):
         inp=twin(N, C), w=twin(OC, C), bias=on_device(device, to_bf16(
             np.float32(rng.normal(0, 2, OC)))),
         of_inp=on_device(device, scale(7.3)), of_w=on_device(device, scale(120 * C**0.5)),
-        fch=on_device(device, in_registers(to_bf16(np.float32(rng.normal(0, 2, (N, OC)))))),
+        slopes=on_device(device, rng.integers(256, size=(N, OC), dtype=np.uint8)),
         out=on_device(device, np.full((N, OC), 0xFF, np.uint8)),
         across=on_device(device, np.full((OC, N), 0xFF, np.uint8)),
         scale8=on_device(device, scale(23)),
@@ -110,13 +115,13 @@ def drawn(device, N, OC, C):
 
 
 def run(device, a, backward):
-    """The results of one of the kernels on the host: fch or sums, twins, the largest number."""
+    """The results of one of the kernels on the host: slopes or sums, twins, the largest number."""
     for twin in (a.out, a.across):
         device.put(twin, np.full(twin.shape, 0xFF))
     device.put(a.scale8, np.float32([1 / 23, 23, 0, 0]))
     if not backward:
-        device.put(a.fch, np.full(a.fch.shape, 0xFFFF))
-    outputs = (a.sums, a.fch) if backward else (a.fch, a.bias)
+        device.put(a.slopes, np.full(a.slopes.shape, 0xFF))
+    outputs = (a.sums, a.slopes) if backward else (a.slopes, a.bias)
     fp8_gelu.multiply(device, KERNELS[backward], (a.out, a.across), a.scale8, outputs,
                       (a.inp, a.w), (a.of_inp[:1], a.of_w[:1]))
     return [device.get(x) for x in (outputs[0], a.out, a.across, a.scale8)]
@@ -137,21 +142,22 @@ def faults(device, a, backward, found):
     (product, slack), emulated = product_of(device, a), hasattr(device, "set_order")
     first, out, across, scale8 = found
     if backward:
-        kept = np.float64(to_float(from_registers(device.get(a.fch), N, OC)))
-        derivative = gelu_and_derivative(kept)[1]
-        wish, slack = product * derivative, slack * np.abs(derivative)
+        slopes = (from_registers(device.get(a.slopes)).astype(np.float64) - ZERO) / STEPS
+        # a slope is off by 2^-17, as 2^16 + 52 is rounded in units of 2 / 192
+        wish, slack = product * slopes, slack * np.abs(slopes) + 2.0**-16 * np.abs(product)
         results = [("sums", np.abs(first - sums_of_rows(wish, 128)).max()
-                    / np.abs(wish).max(), 1e-5 if emulated else 1e-2)]
+                    / np.abs(wish).max(), 1e-4 if emulated else 1e-2)]
     else:
-        fch = np.float64(to_float(from_registers(first.view(BF16), N, OC)))
-        right = product + to_float(device.get(a.bias))
-        results = [("fch", np.abs(fch - right).max() / np.abs(right).max(), 6e-3)]
-        wish, slack = gelu_and_derivative(fch)[0], 0
+        fch = product + to_float(device.get(a.bias))
+        wish, derivative = gelu_and_derivative(fch)
+        slopes = (from_registers(first).astype(np.float64) - ZERO) / STEPS
+        slack = 1.13 * slack  # GELU is nowhere steeper; and its derivative no more than 0.8
+        results = [("slopes", (np.abs(slopes - derivative) - slack).max(), 0.501 / STEPS)]
     # half a unit of the last bit
     off = np.maximum(np.abs(values_of(out) - 23 * wish) - 23 * slack, 0)
     return [*results, ("twin", (off / np.maximum(np.abs(23 * wish), 2.0**-6)).max(), 0.0626),
             ("transposed", (across != out.T).sum(), 0),
-            ("largest", abs(scale8[2] / np.abs(wish).max() - 1), 1e-5 if emulated else 1e-2)]
+            ("largest", abs(scale8[2] / np.abs(wish).max() - 1), 1e-4 if emulated else 1e-2)]
 
 
 def test_products(device_name):
@@ -181,9 +187,11 @@ def test_saturated(device_name):
         device.put(a.inp, np.zeros((N, C), np.uint8))
         device.put(a.bias, to_bf16(np.float32(x)))
         x = np.float64(to_float(device.get(a.bias)))
-        fch, out, across, _ = run(device, a, False)
-        yield f"fch {bad}", from_registers(fch.view(BF16), N, OC), np.broadcast_to(
-            device.get(a.bias), (N, OC)), EXACT
+        slopes, out, across, _ = run(device, a, False)
+        found = (from_registers(slopes) - np.float64(ZERO)) / STEPS
+        wish = gelu_and_derivative(x)[1]
+        finite = np.isfinite(x)
+        check(f"slopes {bad}", np.abs(found - wish)[:, finite].max() <= 0.501 / STEPS)
         tile = slice(WIDTH if bad else 0, OC)  # the other tile is as it should be
         wish = np.clip(23 * gelu_and_derivative(x[tile])[0], -448, 448)
         off = np.abs(values_of(out)[:, tile] - wish) - 0.0626 * np.maximum(np.abs(wish), 2.0**-6)
@@ -238,7 +246,7 @@ FAULTS = (
     ("half of the channels", "k < CHANNEL_BYTES / 2; k += 16", "k < CHANNEL_BYTES / 4; k += 16",
      "fch"),
     ("no bias", "two[0] * factor + low(b)", "two[0] * factor", "fch"),
-    ("the scale of one side", "of_inp->inverse * of_w->inverse", "of_inp->inverse", "fch"),
+    ("the scale of one side", "of_inp->inverse * of_w->inverse", "of_inp->inverse", "slopes"),
     ("GELU of half the cube", "0.044715f * factor", "0.022357f * factor", "twin"),
     ("a twin without its scale", "share_of_gelu(two[j], inverse)", "share_of_gelu(two[j], 1.0f)",
      "twin"),
@@ -356,6 +364,4 @@ def test_beside_library(device_name):
                        values_of(device.get(y)), 3e-2)
             largest = found[3][2] / device.get(b.scale8)[2]
             check(f"{sizes} {KERNELS[backward]}: largest", abs(largest - 1) < 1e-2, largest)
-        kept = from_registers(device.get(a.fch), N, OC)
-        yield f"{sizes} fch", kept, to_float(device.get(fch)), 3e-3
         yield f"{sizes} sums", found[0], device.get(b.sums), 1e-2

@@ -27,7 +27,16 @@ namespace fp8_gelu {
 using namespace turns;
 
 constexpr int CHANNEL_BYTES = 128;  // of a stage
+#ifndef FP8_GROUPS
+#define FP8_GROUPS 2
+#endif
+constexpr int GROUPS = FP8_GROUPS, HALVES = 2 / GROUPS;
+constexpr int TEAM = 128 * GROUPS;  // threads that share a tile
+using TileResult = Result<HALVES * WIDTH>;
 using Sixteen = Stored<4, Pair>;    // bytes
+
+// GELU's slopes are stored as bytes: b is (b - ZERO) / STEPS.
+constexpr float STEPS = 192, ZERO = 26;
 
 static_assert(STAGE == 4 * BOX && TILE_SIZE == 4 * BOX && 2 * (STAGES + 2) * STAGE == 229376,
               "as fp8_gelu.py says");
@@ -41,6 +50,10 @@ __device__ void wgmma_e4m3(float (*d)[4], unsigned long long a, unsigned long lo
                  "{" NUMBERED_64 "}, "
                  "%64, %65, p, 1, 1;}"
                  : FLOATS32(d), FLOATS32((d + 8)) : "l"(a), "l"(b), "r"((int)add));
+}
+
+__device__ void team_sync(int team) {
+    asm volatile("bar.sync %0, %1;" ::"r"(1 + team), "n"(TEAM) : "memory");
 }
 
 // 16 bytes that are read once, now: the compiler does not move the load to where they are needed.
@@ -60,6 +73,7 @@ __device__ void load_rows(real* boxes, const Tiles& map, int c, int row, unsigne
                  : "memory");
 }
 #else
+__device__ void team_sync(int, int line = __builtin_LINE()) { groups_sync<GROUPS>(line); }
 __device__ void load_now(Pair (&x)[4], const Sixteen* from) {
     for (int i = 0; i < 4; i++) x[i] = from->x[i];
 }
@@ -69,15 +83,20 @@ __device__ void load_rows(real* boxes, const Tiles& map, int c, int row, unsigne
 }
 #endif
 
-// The share of x that GELU is, as in gelu_products.cu, divided by `inverse`.
-__device__ float share_of_gelu(float x, float inverse) {
-    constexpr float factor = -SQRT_8_OVER_PI * LOG2_E;
-    float power = power_of_2(x * (factor + 0.044715f * factor * (x * x)));
-    return reciprocal(inverse + inverse * power);
+// GELU of x, as in gelu_products.cu, and its derivative.
+__device__ float gelu_and_slope(float x, float& slope) {
+    constexpr float factor = -SQRT_8_OVER_PI * LOG2_E, cube = 3.0f * 0.044715f * SQRT_8_OVER_PI;
+    float g = reciprocal(1.0f + power_of_2(x * (factor + 0.044715f * factor * (x * x))));
+    float xg = x * g, t = xg - xg * g;
+    slope = g + t * SQRT_8_OVER_PI + x * t * (cube * x);
+    return xg;
 }
-__device__ float derivative(float x) {
-    float g = share_of_gelu(x, 1.0f), xg = x * g;
-    return g + (xg - xg * g) * (SQRT_8_OVER_PI + 3.0f * 0.044715f * SQRT_8_OVER_PI * (x * x));
+// A slope in the lowest byte.
+__device__ unsigned byte_of_slope(float slope) {
+    return __float_as_uint(slope * STEPS + (0x1p23f + ZERO));
+}
+__device__ unsigned four_bytes(const unsigned (&x)[4]) {
+    return __byte_perm(__byte_perm(x[0], x[1], 0x0040), __byte_perm(x[2], x[3], 0x0040), 0x5410);
 }
 
 struct Sizes {
@@ -120,14 +139,15 @@ __device__ void load_operands(
     }
 }
 
-// x = A B' of a stage, or with `add` x += A B'. Both are 128 rows.
-__device__ void multiply_step(TileResult& x, const real* stage, bool add) {
-    auto a = describe(own_address16(stage)), b = describe(own_address16(stage + 2 * BOX));
+// x = A B' of a stage, or with `add` x += A B'. Both are 128 rows, or A is 64.
+__device__ void multiply_step(TileResult& x, const real* stage, bool add, int first) {
+    auto a = describe(own_address16(stage + first * BOX));
+    auto b = describe(own_address16(stage + 2 * BOX));
     wgmma_fence(x.x);
 #pragma unroll
     for (int k = 0; k < CHANNEL_BYTES / 2; k += 16)  // 32 bytes
 #pragma unroll
-        for (int half = 0; half < 2; half++)
+        for (int half = 0; half < HALVES; half++)
             wgmma_e4m3(x.x[0] + WIDTH / 8 * half, further(a, (half * BOX + k) / W),
                        further(b, k / W), add || k > 0);
     wgmma_commit();
@@ -148,9 +168,9 @@ __device__ Eight eight_of(const TileResult& x, int half, int m) {
     return e;
 }
 
-// Where a lane's 16 bytes of fch are.
-__device__ size_t place_in_fch(int tile, int half, int m) {
-    return (size_t)tile * (HEIGHT * WIDTH / 8) + (half * 8 + m) * 128 + threadIdx.x % 128;
+// Where a lane's 16 slopes of these 32 columns are.
+__device__ size_t place_of_slopes(int tile, int half, int k) {
+    return (size_t)tile * (HEIGHT * WIDTH / 16) + (half * 4 + k) * 128 + threadIdx.x % 128;
 }
 
 // Stores two steps of 16 columns, 2 k and 2 k + 1, of one half of the rows, as a tile's twins in
@@ -182,23 +202,28 @@ __device__ float add_to_twins(real* result, const Eight (&e)[2], int half, int k
 // two_fp8 makes 448 of infinity, which would hide it. So once a thread has had one, a row and a
 // column of its warp's part of the twins get a NaN, from which the loss or the gradient's norm gets
 // it: see fp8_output.cuh. They are where this warp has just stored, since others may store later.
-__device__ void show_infinities(real* result, float largest) {
+__device__ void show_infinities(real* result, float largest, int first) {
     __syncwarp();
     if (largest <= -LOWEST) return;
     unsigned lane = forget(threadIdx.x) % 32, warp = forget(threadIdx.x) / 32 % 4;
-    for (int i = 0; i < 2; i++) {
-        *reinterpret_cast<Pair*>(result + i * BOX + (16 * warp + lane % 16) * 64) = 0x7f7f7f7f;
+    for (int half = first; half < first + HALVES; half++)
+        *reinterpret_cast<Pair*>(result + half * BOX + (16 * warp + lane % 16) * 64) = 0x7f7f7f7f;
+    for (int i = 0; i < 2; i++)
         *reinterpret_cast<Pair*>(result + (2 + i) * BOX + (16 * warp + lane % 16) * 64 +
-                                 (warp ^ lane % 8) * W) = 0x7f7f7f7f;
-    }
+                                 ((4 * first + warp) ^ lane % 8) * W) = 0x7f7f7f7f;
 }
 
-// When all threads of the warpgroup have left their part of the twins, one has TMA store them.
+__device__ void result_free_of_team(int team) {
+    if (threadIdx.x % TEAM == 0) stores_read();
+    team_sync(team);
+}
+
+// When all threads of the team have left their part of the twins, one has TMA store them.
 __device__ void store_twins(
-    const Tiles& twin, const Tiles& across, const TileAt& at, const real* result, int group) {
+    const Tiles& twin, const Tiles& across, const TileAt& at, const real* result, int team) {
     shared_written();
-    warpgroup_sync(group);
-    if (threadIdx.x % 128 == 0) {
+    team_sync(team);
+    if (threadIdx.x % TEAM == 0) {
         for (int box = 0; box < 2; box++) {
             store_box(&twin, at.column / 2, 0, result + box * BOX, at.row / 16 + box * 4);
             store_box(&across, at.row / 2, 0, result + (2 + box) * BOX, at.column / 16 + box * 4);
@@ -208,42 +233,47 @@ __device__ void store_twins(
     __syncwarp();
 }
 
-// fch, and the twins of its GELU, from the product x. GELU is that of fch as it is stored, rounded.
+// The twins of GELU, and its slopes, from the product x.
 __device__ void finish_forward(
-    const Tiles& twin, const Tiles& across, float& largest, float inverse, Sixteen* fch,
+    const Tiles& twin, const Tiles& across, float& largest, float scale, Sixteen* slopes,
     TileResult& x, float factor, const real* bias, int tile, const TileAt& at, real* result,
-    int group) {
-    Pair of_bias[8][2];
+    int team, int first) {
+    result_free_of_team(team);
 #pragma unroll
-    for (int m = 0; m < 8; m++) {
-        const Pair* four = reinterpret_cast<const Pair*>(
-            bias + at.column + 16 * m + threadIdx.x % 4 * 4);
-        of_bias[m][0] = four[0], of_bias[m][1] = four[1];
-    }
-    result_free(group);
+    for (int k = 0; k < 4; k++) {
+        Pair of_bias[2][2];
 #pragma unroll
-    for (int k = 0; k < 4; k++)
+        for (int m = 0; m < 2; m++) {
+            const Pair* four = reinterpret_cast<const Pair*>(
+                bias + at.column + 32 * k + 16 * m + threadIdx.x % 4 * 4);
+            of_bias[m][0] = four[0], of_bias[m][1] = four[1];
+        }
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
+        for (int half = 0; half < HALVES; half++) {
             Eight e[2];
+            Sixteen bytes;
 #pragma unroll
             for (int m = 0; m < 2; m++) {
                 e[m] = eight_of(x, half, 2 * k + m);
-                Sixteen stored;
 #pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    float* two = e[m].x[i / 2] + i % 2 * 2;
-                    Pair b = of_bias[2 * k + m][i % 2];
-                    stored.x[i] = pair(two[0] * factor + low(b), two[1] * factor + high(b));
-                    two[0] = low(stored.x[i]), two[1] = high(stored.x[i]);
-                    for (int j = 0; j < 2; j++) two[j] *= share_of_gelu(two[j], inverse);
+                for (int row = 0; row < 2; row++) {
+                    unsigned of_four[4];
+#pragma unroll
+                    for (int c = 0; c < 4; c++) {
+                        float &y = e[m].x[row][c], slope;
+                        Pair b = of_bias[m][c / 2];
+                        y = scale * gelu_and_slope(y * factor + (c % 2 ? high(b) : low(b)), slope);
+                        of_four[c] = byte_of_slope(slope);
+                    }
+                    bytes.x[2 * m + row] = four_bytes(of_four);
                 }
-                fch[place_in_fch(tile, half, 2 * k + m)] = stored;
             }
-            largest = fmaxf(largest, add_to_twins(result, e, half, k));
+            slopes[place_of_slopes(tile, first + half, k)] = bytes;
+            largest = fmaxf(largest, add_to_twins(result, e, first + half, k));
         }
-    show_infinities(result, largest);
-    store_twins(twin, across, at, result, group);
+    }
+    show_infinities(result, largest, first);
+    store_twins(twin, across, at, result, team);
 }
 
 // A lane has the sums of 4 rows of 8 columns. It gets those of all 32 rows of its warp for the
@@ -261,103 +291,116 @@ __device__ float sum_of_lanes(float (&sum)[8]) {
     return sum[0];
 }
 
-// The twins of dfch and the sums of its columns, from the product x and fch.
+// The twins of dfch and the sums of its columns, from the product x and GELU's slopes.
 __device__ void finish_backward(
     const Tiles& twin, const Tiles& across, float& largest, const Scale* scale8, float* sums,
-    TileResult& x, float factor, const Pair (&fch)[2][8][4], const TileAt& at, real* result,
-    float (*of_warp)[WIDTH], int OC, int group) {
-    unsigned lane = forget(threadIdx.x) % 32, warp = forget(threadIdx.x) / 32 % 4;
+    TileResult& x, float factor, const Pair (&slopes)[HALVES][4][4], const TileAt& at, real* result,
+    float (*of_warps)[WIDTH], int OC, int team, int first) {
+    unsigned lane = forget(threadIdx.x) % 32, warp = forget(threadIdx.x) / 32 % (4 * GROUPS);
     float sum[4];  // of a column of each 32
-    result_free(group);
+    float of_byte = factor / (2 * STEPS), nought = of_byte * -(0x1p16f + 2 * ZERO);
+    result_free_of_team(team);
 #pragma unroll
     for (int k = 0; k < 4; k++) {
         float of_lane[8] = {};
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
+        for (int half = 0; half < HALVES; half++) {
             Eight e[2];
 #pragma unroll
             for (int m = 0; m < 2; m++) {
                 e[m] = eight_of(x, half, 2 * k + m);
 #pragma unroll
-                for (int i = 0; i < 8; i++) {
-                    Pair two = fch[half][2 * k + m][i / 2];
-                    float& d = e[m].x[i / 4][i % 4];
-                    d *= factor * derivative(i % 2 ? high(two) : low(two));
-                    of_lane[4 * m + i % 4] += d;
-                }
+                for (int row = 0; row < 2; row++)
+#pragma unroll
+                    for (int c = 0; c < 4; c++) {
+                        float& d = e[m].x[row][c];
+                        // 2^16 + 2 b
+                        float b = __uint_as_float(__byte_perm(slopes[half][k][2 * m + row],
+                                                              0x47800000, 0x7604 | c << 4));
+                        d *= b * of_byte + nought;
+                        of_lane[4 * m + c] += d;
+                    }
             }
-            largest = fmaxf(largest, add_to_twins(result, e, half, k));
+            largest = fmaxf(largest, add_to_twins(result, e, first + half, k));
         }
         sum[k] = sum_of_lanes(of_lane);
     }
-    // The warps' sums are added up in pairs: all four would not fit beside the stages.
+    // Two warps add up what the others have: all would not fit beside the stages.
     int own = lane / 16 * 16 + lane % 4 * 4 + lane / 4 % 4;  // its column of 32
-    for (int k = 0; k < 4 && warp > 1; k++) of_warp[warp - 2][32 * k + own] = sum[k];
-    show_infinities(result, largest);
-    store_twins(twin, across, at, result, group);
-    for (int k = 0; k < 4 && warp < 2; k++) sum[k] += of_warp[warp][32 * k + own];
-    for (int k = 0; k < 4 && warp == 1; k++) of_warp[1][32 * k + own] = sum[k];
-    warpgroup_sync(group);
+    float* of_warp = of_warps[warp % 2] + own;
+    auto add = [&](unsigned turn) {
+        if (warp / 2 == turn)
+            for (int k = 0; k < 4; k++) of_warp[32 * k] = turn ? of_warp[32 * k] + sum[k] : sum[k];
+    };
+    add(0);
+    show_infinities(result, largest, first);
+    store_twins(twin, across, at, result, team);
+    for (unsigned turn = 1; turn < 2 * GROUPS; turn++) {
+        add(turn);
+        team_sync(team);
+    }
     for (int k = 0; k < 4 && warp == 0; k++)
         sums[(size_t)at.row / HEIGHT * OC + at.column + 32 * k + own] =
-            scale8->inverse * (sum[k] + of_warp[1][32 * k + own]);
+            scale8->inverse * (of_warps[0][32 * k + own] + of_warps[1][32 * k + own]);
 }
 
 // backward: matmul_dgelu_fp8, else matmul_gelu_fp8.
 template <bool backward>
 __device__ void product_with_gelu(
-    const Tiles& twin, const Tiles& across, Scale* scale8, float* sums, real* fch, const real* bias,
+    const Tiles& twin, const Tiles& across, Scale* scale8, float* sums, unsigned char* slopes, const real* bias,
     const Tiles& inp, const Tiles& w, const Scale* of_inp, const Scale* of_w, Sizes sizes) {
     DYNAMIC_SHARED(real, stages);
     __shared__ Waits waits;
     __shared__ float of_warp[backward ? 2 : 1][2][backward ? WIDTH : 1];
     if (threadIdx.x == 0) {
         for (auto& mbarrier : waits.full) mbarrier_start(mbarrier, 1);
-        for (auto& mbarrier : waits.empty) mbarrier_start(mbarrier, 4 * CLUSTER);  // warps
-        for (auto& mbarrier : waits.my_turn) mbarrier_start(mbarrier, 4);
+        for (auto& mbarrier : waits.empty) mbarrier_start(mbarrier, 4 * GROUPS * CLUSTER);
+        for (auto& mbarrier : waits.my_turn) mbarrier_start(mbarrier, 4 * GROUPS);  // warps
     }
     cluster_sync();
 
-    if (threadIdx.x >= WORKERS) {
-        keep_registers<40>();
-        if (threadIdx.x == WORKERS) load_operands(stages, waits, inp, w, sizes);
+    if (threadIdx.x >= 2 * TEAM) {
+        keep_registers<GROUPS == 2 ? 32 : 40>();
+        if (threadIdx.x == 2 * TEAM) load_operands(stages, waits, inp, w, sizes);
     } else {
-        take_registers<232>();
-        int group = __shfl_sync(FULL_WARP, threadIdx.x / 128, 0);
-        real* result = stages + STAGES * STAGE + group * TILE_SIZE;
+        take_registers<GROUPS == 2 ? 112 : 232>();
+        int group = __shfl_sync(FULL_WARP, threadIdx.x / 128, 0), team = group / GROUPS;
+        int first = group % GROUPS;  // of the halves of a tile
+        real* result = stages + STAGES * STAGE + team * TILE_SIZE;
         // Numbers are multiplied by the scale of their twin at once.
         float factor = of_inp->inverse * of_w->inverse * (backward ? scale8->scale : 1.0f);
-        float inverse = scale8->inverse, largest = 0.0f;
-        Sixteen* kept = reinterpret_cast<Sixteen*>(fch);
+        float largest = 0.0f;
+        Sixteen* kept = reinterpret_cast<Sixteen*>(slopes);
         int steps = (sizes.C + CHANNEL_BYTES - 1) / CHANNEL_BYTES, done = 0;  // tiles
-        unsigned step = group * steps;
-        for (int tile = blockIdx.x + group * gridDim.x; tile < sizes.tiles();
+        unsigned step = team * steps;
+        for (int tile = blockIdx.x + team * gridDim.x; tile < sizes.tiles();
              tile += 2 * gridDim.x, step += steps, done++) {
             TileAt at(tile, sizes);
             TileResult x;
-            Pair of_fch[2][8][4];
+            Pair of_tile[HALVES][4][4];
             if (backward)
 #pragma unroll
-                for (int i = 0; i < 16; i++)
-                    load_now(of_fch[i / 8][i % 8], kept + place_in_fch(tile, i / 8, i % 8));
-            mbarrier_wait(waits.my_turn[group], (done + (group == 0)) % 2);  // 0 is first
+                for (int i = 0; i < 4 * HALVES; i++)
+                    load_now(of_tile[i / 4][i % 4],
+                             kept + place_of_slopes(tile, first + i / 4, i % 4));
+            mbarrier_wait(waits.my_turn[team], (done + (team == 0)) % 2);  // 0 is first
             for (int i = 0; i < steps; i++, step++) {
                 mbarrier_wait(waits.full[step % STAGES], step / STAGES % 2);
-                multiply_step(x, stages + step % STAGES * STAGE, i > 0);
-                if (i == steps - 1) warp_arrives(waits.my_turn[group ^ 1]);
+                multiply_step(x, stages + step % STAGES * STAGE, i > 0, first);
+                if (i == steps - 1) warp_arrives(waits.my_turn[team ^ 1]);
                 wait_for_products<1>(x);  // so the stage before is empty
                 if (i > 0) warp_arrives_at_all(waits.empty[(step - 1) % STAGES]);
             }
             wait_for_products<0>(x);
             warp_arrives_at_all(waits.empty[(step - 1) % STAGES]);
             if constexpr (backward)
-                finish_backward(twin, across, largest, scale8, sums, x, factor, of_fch, at, result,
-                                of_warp[group], sizes.OC, group);
+                finish_backward(twin, across, largest, scale8, sums, x, factor, of_tile, at, result,
+                                of_warp[team], sizes.OC, team, first);
             else
-                finish_forward(twin, across, largest, inverse, kept, x, factor, bias, tile, at,
-                               result, group);
+                finish_forward(twin, across, largest, scale8->scale, kept, x, factor, bias,
+                               tile, at, result, team, first);
         }
-        if (threadIdx.x % 128 == 0) stores_arrive();
+        if (threadIdx.x % TEAM == 0) stores_arrive();
         largest = warp_max(largest) * scale8->inverse;
         if (threadIdx.x % 32 == 0 && largest > __ldcg(&scale8->largest))
             atomicMax(reinterpret_cast<int*>(&scale8->largest), (int)__float_as_uint(largest));
@@ -369,11 +412,11 @@ __device__ void product_with_gelu(
 
 #ifdef __CUDACC__  // Clusters of two blocks. read_kernels does not know this word in a definition
 extern "C" __global__ void __cluster_dims__(2, 1, 1) matmul_gelu_fp8(
-    const __grid_constant__ Tiles, const __grid_constant__ Tiles, Scale*, real*, const real*,
+    const __grid_constant__ Tiles, const __grid_constant__ Tiles, Scale*, unsigned char*, const real*,
     const __grid_constant__ Tiles, const __grid_constant__ Tiles, const Scale*, const Scale*, int,
     int, int);
 extern "C" __global__ void __cluster_dims__(2, 1, 1) matmul_dgelu_fp8(
-    const __grid_constant__ Tiles, const __grid_constant__ Tiles, Scale*, float*, const real*,
+    const __grid_constant__ Tiles, const __grid_constant__ Tiles, Scale*, float*, const unsigned char*,
     const __grid_constant__ Tiles, const __grid_constant__ Tiles, const Scale*, const Scale*, int,
     int, int);
 #endif
@@ -381,24 +424,24 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) matmul_dgelu_fp8(
 // fch = inp (N,C) @ w (OC,C)' + bias (OC), in the order of these kernels' registers; twin (N,OC)
 // and across (OC,N) of gelu(fch), with scale8. inp and w are twins with the scales of_inp and of_w.
 // N is a multiple of 128, OC of 256, C of 16. Items: blocks, an even number of them.
-BLOCK(384, 1)
-extern "C" __global__ void __launch_bounds__(384, 1) matmul_gelu_fp8(
+BLOCK(640, 1)
+extern "C" __global__ void __launch_bounds__(FP8_GROUPS * 256 + 128, 1) matmul_gelu_fp8(
     const __grid_constant__ Tiles twin, const __grid_constant__ Tiles across, Scale* scale8,
-    real* __restrict__ fch, const real* __restrict__ bias, const __grid_constant__ Tiles inp,
+    unsigned char* __restrict__ slopes, const real* __restrict__ bias, const __grid_constant__ Tiles inp,
     const __grid_constant__ Tiles w, const Scale* of_inp, const Scale* of_w, int N, int OC, int C) {
     fp8_gelu::product_with_gelu<false>(
-        twin, across, scale8, nullptr, fch, bias, inp, w, of_inp, of_w, {N, OC, C});
+        twin, across, scale8, nullptr, slopes, bias, inp, w, of_inp, of_w, {N, OC, C});
 }
 
 // twin (N,OC) and across (OC,N) of dfch = dout (N,C) @ w (OC,C)' * gelu'(fch). sums
 // (blocks of 128 rows, OC): of each block the sums of dfch's columns. The rest as above.
-BLOCK(384, 1)
-extern "C" __global__ void __launch_bounds__(384, 1) matmul_dgelu_fp8(
+BLOCK(640, 1)
+extern "C" __global__ void __launch_bounds__(FP8_GROUPS * 256 + 128, 1) matmul_dgelu_fp8(
     const __grid_constant__ Tiles twin, const __grid_constant__ Tiles across, Scale* scale8,
-    float* __restrict__ sums, const real* __restrict__ fch, const __grid_constant__ Tiles dout,
+    float* __restrict__ sums, const unsigned char* __restrict__ slopes, const __grid_constant__ Tiles dout,
     const __grid_constant__ Tiles w, const Scale* of_dout, const Scale* of_w, int N, int OC,
     int C) {
     fp8_gelu::product_with_gelu<true>(
-        twin, across, scale8, sums, const_cast<real*>(fch), nullptr, dout, w, of_dout, of_w,
+        twin, across, scale8, sums, const_cast<unsigned char*>(slopes), nullptr, dout, w, of_dout, of_w,
         {N, OC, C});
 }

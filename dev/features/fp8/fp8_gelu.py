@@ -29,7 +29,7 @@ SOURCE = Path(__file__).resolve().with_suffix(".cu")
 SOURCES = (*BESIDE[:2], SOURCE)
 HEIGHT = WIDTH = 128  # of a tile of the result
 STAGES = 5  # of 128 channels
-THREADS = 384
+THREADS = 640
 
 
 def fits(N, OC, C):
@@ -100,7 +100,7 @@ class GeluTwins:
         inp = self.keep(a.ln2, p.fcw, kept.ln2)
         twin = self.hidden_twin(a)
         multiply(device, "matmul_gelu_fp8", (twin, kept.fch_gelu),
-                 device.scale(*device.tensor(INPUT, p.fcprojw)), (a.fch, p.fcb),
+                 device.scale(*device.tensor(INPUT, p.fcprojw)), (self.slopes(a), p.fcb),
                  (inp, self.weight_twin(p.fcw, False)), self.scales(INPUT, p.fcw))
         device.matmul(self.acts.branch, twin, self.weight_twin(p.fcprojw, False).T, bias=p.fcprojb,
                       scales=self.scales(INPUT, p.fcprojw))  # (N,4C) @ (4C,C) -> (N,C)
@@ -115,7 +115,7 @@ class GeluTwins:
         dout = device.twin_of(d.dresidual, device.tensor(GRADIENT, p.fcprojw))
         twin = self.hidden_twin(a)
         multiply(device, "matmul_dgelu_fp8", (twin, self.kept.gradient),
-                 device.scale(*device.tensor(GRADIENT, p.fcw)), (d.sums, a.fch),
+                 device.scale(*device.tensor(GRADIENT, p.fcw)), (d.sums, self.slopes(a)),
                  (dout, self.weight_twin(p.fcprojw, True)), self.scales(GRADIENT, p.fcprojw))
         self.weight_gradient(g.fcw, p.fcw, kept.ln2)  # (4C,N) @ (N,C) -> (4C,C)
         device.matmul(d.dinp, twin, self.weight_twin(p.fcw, True).T,
@@ -126,6 +126,10 @@ class GeluTwins:
         """Memory for a twin (N,4C): only a run's first step has fch_gelu in bf16."""
         N, OC = a.fch_gelu.shape
         return a.fch_gelu.reshape(-1).view(np.uint8)[: N * OC].reshape(N, OC)
+
+    def slopes(self, a):
+        """Memory for GELU's derivative, in bytes."""
+        return a.fch.reshape(-1).view(np.uint8)[: a.fch.size]
 
     def weight_twin(self, weight, backward):
         """The twin of a weight (OC,C); for the backward pass that of the transposed one."""
