@@ -5,12 +5,14 @@ The kernels here, fp8_gelu.cu, multiply one tile while they do the rest to anoth
 each number of an (N,4C) array, beside the products' inputs:
 
                         fp8_all.py                              here
-    GELU                2 written, 2 read, 2 written            2 + 2 written
-    its gradient        2 written, 4 read, 2 written            2 read, 2 written
+    GELU                2 written, 2 read, 2 written            1 + 2 written
+    its gradient        2 written, 4 read, 2 written            1 read, 2 written
+
+The one byte is GELU's derivative, which stands for fch: nothing else would read that.
 
 Sums are not promoted, as in the products that these replace: see fp8.py. Where the sizes do not
-fit, as in a sample, fp8_all.py's kernels do the same. The kernels keep fch in an order of their
-own, so both passes of a step use the same ones.
+fit, as in a sample, fp8_all.py's kernels do the same, with fch itself. So both passes of a
+step use the same ones.
 """
 import ctypes
 from pathlib import Path
@@ -48,7 +50,7 @@ def plan(device, N, OC):
 
 def multiply(device, name, twins, scale, outputs, factors, scales):
     """Launch one of the two kernels. twins: plain (N,OC) and transposed (OC,N), u1, which it
-    writes, and their scale; outputs: fch and bias, or sums and fch, as in fp8_gelu.cu; factors:
+    writes, and their scale; outputs: slopes and bias, or sums and slopes, as in fp8_gelu.cu; factors:
     twins (N,C) and (OC,C), u1; scales: theirs."""
     (N, OC), C = twins[0].shape, factors[0].shape[1]
     blocks, shared = plan(device, N, OC)
@@ -128,7 +130,8 @@ class GeluTwins:
         return a.fch_gelu.reshape(-1).view(np.uint8)[: N * OC].reshape(N, OC)
 
     def slopes(self, a):
-        """Memory for GELU's derivative, in bytes."""
+        """Memory for GELU's derivative (N,4C), in bytes: that of fch, which only a run's first step
+        has."""
         return a.fch.reshape(-1).view(np.uint8)[: a.fch.size]
 
     def weight_twin(self, weight, backward):
