@@ -33,7 +33,7 @@ namespace fp8_gelu {
 using namespace turns;
 
 constexpr int CHANNEL_BYTES = 128;  // of a stage
-constexpr int TEAM = 2 * 128;       // threads that share a tile
+constexpr int TEAM = WORKERS;       // two warpgroups, which share a tile
 using TileResult = Result<WIDTH>;   // 64 rows of it
 using Sixteen = Stored<4, Pair>;    // bytes
 

@@ -50,8 +50,8 @@ def plan(device, N, OC):
 
 def multiply(device, name, twins, scale, outputs, factors, scales):
     """Launch one of the two kernels. twins: plain (N,OC) and transposed (OC,N), u1, which it
-    writes, and their scale; outputs: slopes and bias, or sums and slopes, as in fp8_gelu.cu; factors:
-    twins (N,C) and (OC,C), u1; scales: theirs."""
+    writes, and their scale; outputs: slopes and bias, or sums and slopes, as in fp8_gelu.cu;
+    factors: twins (N,C) and (OC,C), u1; scales: theirs."""
     (N, OC), C = twins[0].shape, factors[0].shape[1]
     blocks, shared = plan(device, N, OC)
     device.launch(name, blocks, *map(device.paired_map, twins), scale, *outputs,
