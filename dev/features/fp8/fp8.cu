@@ -149,6 +149,63 @@ extern "C" __global__ void __launch_bounds__(256, 3) weights_to_fp8(
                [&](size_t i) { return load16(weights + start + i); });
 }
 
+// ---- norms, whose output only FP8 products read ----
+
+// As kernels.cu's residual_layernorm_forward, but of out only twins are stored: twin (N,C), and across (C,stride), the
+// transposed one, with zeros in columns N to stride. A block has 32 rows, whose bytes of a column are a sector of
+// memory. So it reads them back, from L2, where a pass of its own would read most of them from memory. Items: N rows.
+BLOCK(256, 32)
+extern "C" __global__ void __launch_bounds__(256, CHANNELS <= 1024 ? 4 : CHANNELS <= 1600 ? 3 : 1)
+    residual_layernorm_to_fp8(
+    unsigned char* twin, unsigned char* __restrict__ across, Scale* scale8, float* __restrict__ mean,
+    float* __restrict__ rstd, real* __restrict__ copy, float* __restrict__ x, const real* __restrict__ branch,
+    const real* __restrict__ weight, const real* __restrict__ bias, int N, int stride) {
+    constexpr int C = CHANNELS;
+    Output out = {nullptr, twin, scale8};
+    out.begin();
+    int begin = 32 * blockIdx.x, end = begin + 32 < N ? begin + 32 : N;
+    for (int row = begin + threadIdx.x / 32; row < end; row += 8) {
+        size_t start = (size_t)row * C;
+        Pack<4> v[packs_of<4, 32>];
+        each_pack<4, 32>([&](int k, int c) { v[k] = load<4>(x + start + c); });
+        if (branch) {
+            each_pack<4, 32>([&](int k, int c) { v[k] = v[k] + load<4>(branch + start + c); });
+            each_pack<4, 32>([&](int k, int c) { store(x + start + c, v[k]); });
+        }
+        float sum = 0.0f;
+        each_pack<4, 32>([&](int k, int c) {
+            store(copy + start + c, v[k]);
+            for (int i = 0; i < 4; i++) sum += v[k][i];
+        });
+        float m = warp_sum(sum) / C;
+        sum = 0.0f;
+        each_pack<4, 32>([&](int k, int c) {
+            for (int i = 0; i < 4; i++) sum += (v[k][i] - m) * (v[k][i] - m);
+        });
+        float s = 1.0f / sqrtf(warp_sum(sum) / C + 1e-5f);
+        each_pack<4, 32>([&](int k, int c) {
+            Pack<4> w = load<4>(weight + c), b = load<4>(bias + c);
+            for (int i = 0; i < 4; i++) v[k][i] = (v[k][i] - m) * s * w[i] + b[i];
+            out.store_twin(start + c, v[k]);
+        });
+        if (threadIdx.x % 32 == 0) mean[row] = m, rstd[row] = s;
+    }
+    out.end();
+    __syncthreads();
+    for (int i = threadIdx.x; i < C / 2; i += blockDim.x) {  // 4 columns of 16 rows; neighbours have the other 16
+        int c = i / 2 * 4, first = begin + i % 2 * 16;
+        if (first >= stride) continue;
+        unsigned w[4][4];
+        for (int r = 0; r < 16; r++)
+            w[r / 4][r % 4] =
+                first + r < N ? *reinterpret_cast<const unsigned*>(twin + (size_t)(first + r) * C + c) : 0;
+        for (auto& four : w) turn(four);
+        for (int j = 0; j < 4; j++)
+            *reinterpret_cast<Stored<4, unsigned>*>(across + (size_t)(c + j) * stride + first) = {
+                w[0][j], w[1][j], w[2][j], w[3][j]};
+    }
+}
+
 // ---- GELU, whose output and gradient only FP8 products read ----
 
 // gelu(x) is x times this: see kernels.cu. Its exact division would take half of these kernels' instructions; the

@@ -8,14 +8,14 @@ of qkv and fch, only twins are stored, after the first step. That pays for the t
 Bytes that a layer moves for each number of an (N,C) array, besides products, attention and norms:
 
                         --fp8 head                            --fp8 all
-    ln1, ln2            2*2  as bf16                          2*2  transposed from the twin
+    ln1, ln2            2*2  as bf16                          2*1  transposed by the norm's kernel
     atty                                                      2    transposed from the twin
     GELU                4*5  bf16 to bf16 and twin            4*4  bf16 to both twins
     its gradient        4*7  two bf16 to bf16 and twin        4*6  two bf16 to both twins
     bias of fc          4*2                                        in the line above
     dqkv                3*2  as bf16                          3*2  transposed from the twin
     dresidual, twice                                          2*2  transposed from the twin
-    all                 66                                    56
+    all                 66                                    54
 
 On Hopper, fp8_gelu.py makes the twins of GELU and of its gradient in the products themselves.
 
@@ -69,18 +69,32 @@ class Fp8All:
         p, _, a = self.layers[l]
         kept, branch = self.kept_of(l), self.acts.branch
         added = branch if l else None
-        self.norm_forward(a.ln1, a.ln1_mean, a.ln1_rstd, a.ln1_inp, added, p.ln1w, p.ln1b)  # (N,C)
-        self.linear(a.qkv, a.ln1, p.qkvw, p.qkvb, kept.ln1)  # (N,C) @ (C,3C) -> (N,3C)
+        self.norm_to_twins(a.ln1, kept.ln1, p.qkvw, a.ln1_mean, a.ln1_rstd, a.ln1_inp, added,
+                           p.ln1w, p.ln1b)  # (N,C)
+        device.matmul(a.qkv, a.ln1, p.qkvw.T, bias=p.qkvb)  # (N,C) @ (C,3C) -> (N,3C)
         self.attention_forward(a.atty, a.lse, a.qkv)  # (N,3C) -> (N,C)
-        self.linear(branch, a.atty, p.attprojw, p.attprojb, kept.atty)  # (N,C) @ (C,C) -> (N,C)
+        twin = device.twin_of(a.atty, device.tensor(INPUT, p.attprojw))
+        transposed(device, kept.atty, twin)
+        device.matmul(branch, a.atty, p.attprojw.T, bias=p.attprojb)  # (N,C) @ (C,C) -> (N,C)
 
-        self.norm_forward(a.ln2, a.ln2_mean, a.ln2_rstd, a.ln2_inp, branch, p.ln2w, p.ln2b)  # (N,C)
+        self.norm_to_twins(a.ln2, kept.ln2, p.fcw, a.ln2_mean, a.ln2_rstd, a.ln2_inp, branch,
+                           p.ln2w, p.ln2b)  # (N,C)
         self.mlp_forward(a, p, kept)
+
+    def norm_to_twins(self, out, kept, weight, mean, rstd, copy, branch, *parameters):
+        """As GPT2.norm_forward. Of out, which a product with this weight reads, only the twin is
+        stored, and kept, the transposed twin."""
+        device, (N, C), x = self.device, out.shape, self.acts.residual
+        tensor = device.tensor(INPUT, weight)
+        device.launch("residual_layernorm_to_fp8", N, device.twin[: N * C], kept,
+                      device.scale(*tensor), mean, rstd, copy, x, branch, *parameters, N,
+                      kept.shape[1])
+        device.ready = address_of(out), tensor
 
     def mlp_forward(self, a, p, kept):
         """The branch (N,C) of the MLP, given ln2."""
         device = self.device
-        self.linear(a.fch, a.ln2, p.fcw, p.fcb, kept.ln2)  # (N,C) @ (C,4C) -> (N,4C)
+        device.matmul(a.fch, a.ln2, p.fcw.T, bias=p.fcb)  # (N,C) @ (C,4C) -> (N,4C)
         gelu = device.tensor(INPUT, p.fcprojw)
         device.launch_both("gelu_to_fp8", a.fch_gelu, gelu, kept.fch_gelu, (a.fch,))
         device.matmul(self.acts.branch, a.fch_gelu, p.fcprojw.T, bias=p.fcprojb)  # -> (N,C)
@@ -127,17 +141,6 @@ class Fp8All:
         """The transposed twins of layer l."""
         return SimpleNamespace(**{name: getattr(self.kept, name)[l]
                                   for name in ("ln1", "atty", "ln2", "fch_gelu")})
-
-    def linear(self, out, inp, weight, bias, kept):
-        """out = inp @ weight.T + bias; kept = the transposed twin of inp."""
-        self.keep(inp, weight, kept)
-        self.device.matmul(out, inp, weight.T, bias=bias)
-
-    def keep(self, inp, weight, kept):
-        """kept = the transposed twin of inp, which is in L2 now. Returns the plain one."""
-        twin = self.device.twin_of(inp, self.device.tensor(INPUT, weight))
-        transposed(self.device, kept, twin)
-        return twin
 
     def transpose_gradient(self, dout, weight):
         """kept.gradient = the transposed twin of dout, the gradient of what a product with this

@@ -99,7 +99,7 @@ class GeluTwins:
         if not self.fits(a):
             return super().mlp_forward(a, p, kept)
         device = self.device
-        inp = self.keep(a.ln2, p.fcw, kept.ln2)
+        inp = device.twin_of(a.ln2, device.tensor(INPUT, p.fcw))
         twin = self.hidden_twin(a)
         multiply(device, "matmul_gelu_fp8", (twin, kept.fch_gelu),
                  device.scale(*device.tensor(INPUT, p.fcprojw)), (self.slopes(a), p.fcb),
