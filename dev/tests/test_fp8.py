@@ -4,7 +4,6 @@ Resuming in FP8 is tested in dev/tests/test_resume.py, and FP8 on several ranks 
 dev/tests/test_ranks.py.
 """
 import contextlib
-import functools
 import io
 import itertools
 from unittest import mock
@@ -148,6 +147,22 @@ def test_transposed(device_name):
             yield f"{R, C} {order}", across, wish, EXACT
 
 
+def normed(device, given, x, *first):
+    """What a norm's kernel writes: first, which is out and its twin, or both twins; the scale;
+    mean, rstd, copy and x."""
+    (N, C), zeros = x.shape, np.zeros(len(x), np.float32)
+    first = [on_device(device, array) for array in first]
+    scale8 = on_device(device, np.float32([1 / 23, 23, 0, 0]))
+    more = [on_device(device, array) for array in (zeros, zeros, np.zeros((N, C), BF16), x)]
+    if first[0].dtype == np.uint8:
+        device.launch("residual_layernorm_to_fp8", N, *first, scale8, *more, *given, N,
+                      first[1].shape[1])
+    else:
+        device.launch("residual_layernorm_forward", N, first[0], *more, *given, N)
+        device.launch("to_fp8", N * C, first[0], N * C, first[1], scale8)
+    return [device.get(array) for array in (*first, scale8, *more)]
+
+
 def test_norm_to_twins(device_name):
     """A norm's twins, plain and transposed, and all else that it writes: the bits of the trainer's
     kernel, whose output is then made a twin."""
@@ -155,32 +170,17 @@ def test_norm_to_twins(device_name):
     device = device_of(device_name, "fp8", C, 2, plain=False)
     for N, added in ((1, False), (33, True), (64, False), (100, True)):
         rng, stride = np.random.default_rng(N), -(-N // 16) * 16
-        x, branch, weight, bias = (np.float32(rng.normal(0, size, shape)) for size, shape in (
+        x, *given = (np.float32(rng.normal(0, size, shape)) for size, shape in (
             (9, (N, C)), (3, (N, C)), (2, C), (1, C)))
-        given = [on_device(device, to_bf16(values)) for values in (branch, weight, bias)]
+        given = [on_device(device, to_bf16(values)) for values in given]  # branch, weight, bias
         given[0] = given[0] if added else None
-
-        def made(twins, *first):
-            """(what the kernel writes first; mean, rstd, copy, x)."""
-            first = [on_device(device, array) for array in first]
-            scale8 = on_device(device, np.float32([1 / 23, 23, 0, 0]))
-            more = [on_device(device, array) for array in (
-                np.zeros(N, np.float32), np.zeros(N, np.float32), np.zeros((N, C), BF16), x)]
-            if twins:
-                device.launch("residual_layernorm_to_fp8", N, *first, scale8, *more, *given, N,
-                              stride)
-            else:
-                device.launch("residual_layernorm_forward", N, first[0], *more, *given, N)
-                device.launch("to_fp8", N * C, first[0], N * C, first[1], scale8)
-            return [device.get(array) for array in (*first, scale8, *more)]
-
-        _, twin, *wish = made(False, np.zeros((N, C), BF16), np.zeros((N, C), np.uint8))
-        work = functools.partial(made, True, np.full((N, C), 77, np.uint8),
-                                 np.full((C, stride), 77, np.uint8))
-        for order, (found, across, *more) in in_each_order(device, work):
-            yield f"{N} {order} twin", found, twin, EXACT
-            yield f"{N} {order} transposed", across, np.pad(twin, ((0, stride - N), (0, 0))).T, EXACT
-            for name, one, other in zip(("largest", "mean", "rstd", "copy", "x"), more, wish):
+        _, twin, *wish = normed(device, given, x, np.zeros((N, C), BF16),
+                                np.zeros((N, C), np.uint8))
+        wish = [twin, np.pad(twin, ((0, stride - N), (0, 0))).T, *wish]
+        names = "twin", "transposed", "largest", "mean", "rstd", "copy", "x"
+        for order, found in in_each_order(device, normed, device, given, x, np.full_like(twin, 77),
+                                          np.full((C, stride), 77, np.uint8)):
+            for name, one, other in zip(names, found, wish):
                 yield f"{N} {order} {name}", one, other, EXACT
 
 
