@@ -44,14 +44,14 @@ def maps(device, *arrays):
     return [device.tensor_map(x, *x.shape) for x in arrays]
 
 
-def map_of_fours(device, w):
-    """A tensor map by which TMA loads one of each four rows of w (OC,C), LONG / 4 of them: as
+def map_of_fours(device, w, rows=LONG // 4):
+    """A tensor map by which TMA loads one of each four rows of w (OC,C), `rows` of them: as
     FastCuda.tensor_map's of C channels of a head, with 4 heads and OC / 4 tokens, but with boxes of
     fewer tokens."""
     OC, C = w.shape
     if device.name == "cpu":
         return device.tensor_map(w.reshape(OC // 4, 4 * C), OC // 4, C)
-    key = "fours", w.data.ptr, w.shape
+    key = "fours", w.data.ptr, w.shape, rows
     if key not in device.maps:
         made = aligned_bytes(128)
         longs = ctypes.c_uint64
@@ -59,7 +59,7 @@ def map_of_fours(device, w):
         status = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled(
             ctypes.c_void_p(made.ctypes.data), 9, 4, ctypes.c_void_p(w.data.ptr),
             (longs * 4)(C, 4, OC // 4, 1), (longs * 3)(2 * C, 8 * C, 2 * C * OC),
-            (ints * 4)(64, 1, LONG // 4, 1), (ints * 4)(1, 1, 1, 1), 0, 3, 2, 0)
+            (ints * 4)(64, 1, rows, 1), (ints * 4)(1, 1, 1, 1), 0, 3, 2, 0)
         if status:
             raise UserError(f"cuTensorMapEncodeTiled failed with status {status}: {w.shape}; "
                             f"{device.AVOID}")

@@ -6,145 +6,159 @@
 //   matmul_dswiglu   dfch (N,2H), the gradients of up and gate, from dout (N,C), w (C,H) and fch.
 //                    dfch may be fch's memory
 //
-// gelu_products.cu says how two warpgroups take turns. What differs here:
-//   - SwiGLU needs both halves of a row. So the left half of a forward tile of 128 x 128 is 64
-//     columns of up, and the right half the same columns of gate: a thread that has a number of up
-//     in its registers has that of gate, too.
-//   - A backward tile is 128 columns of the product, which is neither stored nor rounded. There is
-//     room for up and gate of only 64 columns of it. So a warpgroup finishes its left half, and
-//     then the right half, for which TMA loads up and gate when it has stored the left one's.
+// gelu_products.cu says how two warpgroups take turns with tiles of 128 x 192, how a cluster's two
+// blocks, which here have the same columns, share w, and what a tile costs. What differs here:
+//   - SwiGLU needs both halves of a row. So a forward tile is 96 columns of up, and the same 96 of
+//     gate. As there, TMA brings every fourth row of w first: a lane has 8 neighbouring columns of
+//     up, and the same 8 of gate, and stores each 16 bytes with one instruction.
+//   - A backward tile is 192 columns of the product, which is neither stored nor rounded. TMA
+//     brings up and gate in pairs of boxes, which warps replace by their gradients, and stores
+//     them.
 //   - w of Llama 3.2 1B and larger models does not stay in L2 from one row of tiles to the next.
-//     So tiles go down TALL rows of tiles before they go on to the right: w is read from memory
-//     once for each TALL of them.
+//     So tiles go down TALL pairs of rows of tiles before they go on to the right: w is read from
+//     memory once for each TALL of them.
 
 namespace turns::swiglu_products {
 
-constexpr int TALL = 16;
-static_assert(2 * (STAGES * STAGE + 2 * TILE_SIZE) == 229376, "as swiglu_products.py says");
+constexpr int LONG = 192, STAGE = (HEIGHT + LONG) * 64;
+constexpr int TALL = 8;
+template <bool backward>
+constexpr int STAGES = backward ? 4 : 5;
+constexpr int RING = 4;  // pairs of boxes of up and gate, which become their gradients
+using TileResult = Result<2 * LONG>;  // x[0][n]: rows 0..63, then 64..127, of the product
+static_assert(2 * (4 * STAGE + 2 * RING * BOX) == 229376 && STAGE <= 2 * RING * BOX,
+              "as swiglu_products.py says");
 
 // 1/(1 + e^-x). Far to the left e^-x is infinity, and this its limit 0.
 __device__ float sigmoid(float x) { return reciprocal(1.0f + power_of_2(-LOG2_E * x)); }
 
-// width: the columns of up of a tile. across is even: neighbours have the same rows.
+// Items are pairs of tiles, one below the other, for a cluster's two blocks.
+template <bool backward>
 struct Sizes {
-    int N, H, C, width;
-    __device__ int down() const { return (N + HEIGHT - 1) / HEIGHT; }
-    __device__ int across() const { return (H + 2 * width - 1) / (2 * width) * 2; }
-    __device__ int tiles() const { return down() * across(); }
+    static constexpr int RIGHT = backward ? LONG : LONG / 2;  // the columns of up of a tile
+    int N, H, C;
+    __device__ int down() const { return (N + 2 * HEIGHT - 1) / (2 * HEIGHT); }
+    __device__ int across() const { return (H + RIGHT - 1) / RIGHT; }
+    __device__ int items() const { return down() * across(); }
 };
 
-// Where the rows and columns of tile number `tile` begin.
+// Where the rows and columns of this block's tile begin.
 struct TileAt {
     int row, column;
-    __device__ TileAt(int tile, const Sizes& sizes) {
-        int of_band = TALL * sizes.across(), band = tile / of_band, inside = tile % of_band;
-        int rows = min(TALL, sizes.down() - band * TALL), pair = inside / 2;
-        row = (band * TALL + pair % rows) * HEIGHT;
-        column = (pair / rows * 2 + inside % 2) * sizes.width;
+    template <bool backward>
+    __device__ TileAt(int item, const Sizes<backward>& sizes) {
+        int of_band = TALL * sizes.across(), band = item / of_band, inside = item % of_band;
+        int rows = min(TALL, sizes.down() - band * TALL);
+        row = ((band * TALL + inside % rows) * 2 + blockIdx.x % 2) * HEIGHT;
+        column = inside / rows * sizes.RIGHT;
     }
 };
 
 // mbarriers.
+template <bool backward>
 struct Waits {
-    unsigned long long full[STAGES],  // a step's operands have arrived
-        empty[STAGES],                // the blocks of the cluster have multiplied them
-        my_turn[2],                   // a warpgroup may begin: the other one has all its stages
-        fch_there[2],                 // up and gate of half a tile have arrived
-        result_read[2];               // TMA may load the next ones to the place of its result
+    unsigned long long full[STAGES<backward>],  // a step's operands have arrived
+        empty[STAGES<backward>],                // the blocks of the cluster have multiplied them
+        my_turn[2],        // a warpgroup may begin: the other one has all its stages
+        fch_there[RING],   // a box of up and the same of gate have arrived
+        dfch_there[RING];  // all warps have replaced their part of them by gradients
 };
 
 // One thread loads what is multiplied, step by step: 64 of C of a tile's rows and columns.
 template <bool backward>
-__device__ void load_operands(
-    real* stages, Waits& waits, const Tiles& inp, const Tiles& w, const Sizes& sizes) {
-    unsigned step = 0;
-    for (int tile = blockIdx.x; tile < sizes.tiles(); tile += gridDim.x) {
-        TileAt at(tile, sizes);
+__device__ void load_operands(real* stages, Waits<backward>& waits, const Tiles& inp,
+                              const Tiles& w, const Sizes<backward>& sizes) {
+    constexpr int STAGES = swiglu_products::STAGES<backward>, EIGHTH = LONG / 8;
+    unsigned step = 0, own = blockIdx.x % 2;
+    for (int item = blockIdx.x / 2; item < sizes.items(); item += gridDim.x / 2) {
+        TileAt at(item, sizes);
+#pragma unroll 1  // registers are few
         for (int c = 0; c < sizes.C; c += 64, step++) {
-            real* stage = stages + step % STAGES * STAGE;
+            real *a = stages + step % STAGES * STAGE, *b = a + 2 * BOX;
             auto& full = waits.full[step % STAGES];
             // At first all stages are empty: a new mbarrier counts the phase before as over.
             mbarrier_wait(waits.empty[step % STAGES], step / STAGES % 2 ^ 1);
-            load_for_both(stage, inp, c, at.row, 0, 0, 64, full);
-            for (int box = 0; box < 2; box++) {
-                int column = at.column + (backward ? 64 : sizes.H) * box;
-                copy_box(stage + (2 + box) * BOX, &w, backward ? column : c, 0,
-                         backward ? c : column, 0, full);
-            }
+            expect_bytes(LONG * 64 * sizeof(real), full);
+            for (unsigned i = 0; i < (backward ? 3 : 8); i++)
+                if (backward)
+                    share_box(b + i * BOX, &w, at.column + 64 * i, 0, c, 0, full,
+                              (i + step) % 2 == own);
+                else  // row i % 4 of each four, of up, then of gate
+                    share_box<EIGHTH>(b + i * EIGHTH * 64, &w, c, i % 4,
+                                      (at.column + i / 4 * sizes.H) / 4, 0, full, i % 2 == own);
+            for (int i = 0; i < 2; i++) copy_box(a + i * BOX, &inp, c, 0, at.row + 64 * i, 0, full);
             mbarrier_arrive(full);
         }
     }
 }
 
-// Another thread loads up and gate to where their gradients will be, as soon as the last ones there
-// were read: of a tile's left half, then of its right half.
-__device__ void load_fch(real* results, Waits& waits, const Tiles& fch, const Sizes& sizes) {
-    int n = 0;
-    for (int tile = blockIdx.x; tile < sizes.tiles(); tile += gridDim.x, n++) {
-        TileAt at(tile, sizes);
-        for (int side = 0; side < 2; side++) {
-            mbarrier_wait(waits.result_read[n % 2], side ^ 1);
-            for (int box = 0; box < 4; box++)
-                copy_box(results + n % 2 * TILE_SIZE + box * BOX, &fch,
-                         at.column + 64 * side + box % 2 * sizes.H, 0, at.row + box / 2 * 64, 0,
-                         waits.fch_there[n % 2]);
-            mbarrier_arrive(waits.fch_there[n % 2]);
-        }
-    }
-}
-
-// When all threads of the warpgroup have left their part of a result, one has TMA store it: its
-// left boxes are 64 columns of up, and its right ones the same of gate; or, unless `gate`, its
-// first two boxes are columns of a matrix without gate. The columns may be beyond H.
-__device__ void store_columns(const Tiles& to, int row, int column, int H, bool gate,
-                              const real* result, int group) {
-    shared_written();
-    warpgroup_sync(group);
-    if (threadIdx.x % 128 == 0 && column < H) {
-        for (int box = 0; box < (gate ? 4 : 2); box++)
-            store_box(&to, column + (gate ? box % 2 * H : 0),
-                      row + (gate ? box / 2 : box) * 64, result + box * BOX);
-        stores_commit();
-    }
-    __syncwarp();
-}
-
-// fch and its SwiGLU, from the product x. SwiGLU is that of fch as it is stored, rounded.
-__device__ void finish_forward(const Tiles& fch, const Tiles& fch_swiglu, TileResult& x,
-                               const TileAt& at, real* result, int H, int group) {
-    Pair y[4][4][4];  // of each box
-    result_free(group);
-    RowsOfLane rows(result, first_row_of_warp());
-#pragma unroll
-    for (int box = 0; box < 4; box++) {
-#pragma unroll
-        for (int k = 0; k < 4; k++) {
-            for (int i = 0; i < 4; i++) {
-                const float* two = two_of(x, box, k, i);
-                y[box][k][i] = pair(two[0], two[1]);
+// Another thread has each pair of boxes of gradients stored, and up and gate loaded to its place: a
+// box is 64 rows and 64 columns, and a tile has three pairs side by side, then three below.
+// Columns beyond H would be others' gate.
+__device__ void exchange_boxes(real* ring, Waits<true>& waits, const Tiles& dfch, const Tiles& fch,
+                               const Sizes<true>& sizes) {
+    int clusters = gridDim.x / 2, first = blockIdx.x / 2;
+    int pairs = (sizes.items() - first + clusters - 1) / clusters * 6;  // of this block
+#pragma unroll 1
+    for (int i = 0; i < pairs + RING; i++) {
+        real* boxes = ring + i % RING * 2 * BOX;
+        if (i >= RING) {
+            int done = i - RING;
+            TileAt at(first + done / 6 * clusters, sizes);
+            int row = at.row + done % 6 / 3 * 64, column = at.column + done % 3 * 64;
+            mbarrier_wait(waits.dfch_there[i % RING], done / RING % 2);
+            if (column < sizes.H) {
+                store_box(&dfch, column, row, boxes);
+                store_box(&dfch, column + sizes.H, row, boxes + BOX);
+                stores_commit();
+                stores_read();
             }
-            store_matrices(rows(box, k), y[box][k]);
+        }
+        if (i < pairs) {
+            TileAt at(first + i / 6 * clusters, sizes);
+            int row = at.row + i % 6 / 3 * 64, column = at.column + i % 3 * 64;
+            auto& there = waits.fch_there[i % RING];
+            if (column < sizes.H) {
+                copy_box(boxes, &fch, column, 0, row, 0, there);
+                copy_box(boxes + BOX, &fch, column + sizes.H, 0, row, 0, there);
+            }
+            mbarrier_arrive(there);
         }
     }
-    store_columns(fch, at.row, at.column, H, true, result, group);
+    stores_arrive();
+}
+
+// fch and its SwiGLU, from the product x. SwiGLU is that of fch as it is stored, rounded. Column
+// 24 n + s of the product is column 4 s + n of up in the tile, and column 96 + 24 n + s of gate.
+__device__ void finish_forward(real* fch, real* fch_swiglu, const TileResult& x, unsigned item,
+                               const Sizes<false>& sizes) {
+    TileAt at(forget(item), sizes);
+    int lane = forget(threadIdx.x) % 32;
+    int row = at.row + first_row_of_warp() + lane / 4, column = at.column + lane % 4 * 8;
 #pragma unroll
-    for (int half = 0; half < 2; half++) {  // while TMA reads fch
-        // Without a branch the compiler would begin with the powers of all boxes, and spill.
-        if (at.column >= H) continue;
+    for (int part = 0; part < 3; part++, column += 32) {
+        if (at.column + 32 * part >= sizes.H) break;
 #pragma unroll
-        for (int k = 0; k < 4; k++)
+        for (int eight = 0; eight < 4; eight++) {  // rows 0..7, 8..15, 64..71 and 72..79
+            int r = row + eight / 2 * 64 + eight % 2 * 8;
+            if (r >= sizes.N) continue;
+            Stored<4, Pair> two[2];  // up and gate
+            for (int i = 0; i < 8; i++) {
+                const float (*four)[4] = x.x[0] + eight / 2 * LONG / 8 + i / 4 * LONG / 16 + part;
+                int n = i % 2 * 2 * 3, j = eight % 2 * 2 + i % 4 / 2;
+                two[i / 4].x[i % 4] = pair(four[n][j], four[n + 3][j]);
+            }
+            real* to = fch + (size_t)r * 2 * sizes.H + column;
+            *reinterpret_cast<Stored<4, Pair>*>(to) = two[0];
+            *reinterpret_cast<Stored<4, Pair>*>(to + sizes.H) = two[1];
             for (int i = 0; i < 4; i++) {
-                Pair &up = y[2 * half][k][i], gate = y[2 * half + 1][k][i];
+                Pair &up = two[0].x[i], gate = two[1].x[i];
                 float left = low(gate), right = high(gate);
                 up = pair(low(up) * left * sigmoid(left), high(up) * right * sigmoid(right));
             }
+            *reinterpret_cast<Stored<4, Pair>*>(fch_swiglu + (size_t)r * sizes.H + column) = two[0];
+        }
     }
-    result_free(group);
-#pragma unroll
-    for (int half = 0; half < 2; half++)
-#pragma unroll
-        for (int k = 0; k < 4; k++) store_matrices(rows(half, k), y[2 * half][k]);
-    store_columns(fch_swiglu, at.row, at.column, H, false, result, group);
 }
 
 // The gradients of one number of up and of gate, given d, that of up * silu(gate):
@@ -155,69 +169,73 @@ __device__ void swiglu_gradient(float d, float up, float gate, float& dup, float
     dgate = d * up * (g + (gg - gg * g));
 }
 
-// dfch of half a tile, from the product x and fch. A warp replaces its part of up and gate in
-// shared memory by their gradients. These may be overwritten once all four warps have returned: the
-// first of them waits until TMA has read them.
-template <int side>
-__device__ void finish_backward(const Tiles& dfch, TileResult& x, const TileAt& at, real* result,
-                                int H, int group) {
-    RowsOfLane rows(result, first_row_of_warp());
+// dfch, from fch and the product x. A warp replaces its 16 rows of a box of up, and of the same box
+// of gate, by their gradients. `number`: of the tile's first pair of boxes.
+__device__ void finish_backward(const TileResult& x, real* ring, unsigned number,
+                                Waits<true>& waits) {
+    unsigned lane = forget(threadIdx.x) % 32;
+    int row = (first_row_of_warp() + lane % 16) * 64, half = lane / 16, turn = lane % 8;
 #pragma unroll
-    for (int half = 0; half < 2; half++)
+    for (int b = 0; b < 6; b++, number++) {
+        unsigned slot = number % RING, use = number / RING;
+        // Who waits for a use knows only its parity: so first the use before must be over.
+        if (use > 0) mbarrier_wait(waits.dfch_there[slot], (use - 1) % 2);
+        mbarrier_wait(waits.fch_there[slot], use % 2);
+        real* rows = ring + slot * 2 * BOX + row;
 #pragma unroll
         for (int k = 0; k < 4; k++) {
+            real* place = rows + ((2 * k + half) ^ turn) * W;  // swizzled by 128 bytes
             Pair up[4], gate[4];
-            load_matrices(up, rows(2 * half, k));
-            load_matrices(gate, rows(2 * half + 1, k));
+            load_matrices(up, place);
+            load_matrices(gate, place + BOX);
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                const float* two = two_of(x, 2 * half + side, k, i);
+                const float* two = two_of(x, b, k, i);
                 float dup[2], dgate[2];
                 swiglu_gradient(two[0], low(up[i]), low(gate[i]), dup[0], dgate[0]);
                 swiglu_gradient(two[1], high(up[i]), high(gate[i]), dup[1], dgate[1]);
                 up[i] = pair(dup[0], dup[1]);
                 gate[i] = pair(dgate[0], dgate[1]);
             }
-            store_matrices(rows(2 * half, k), up);
-            store_matrices(rows(2 * half + 1, k), gate);
+            store_matrices(place, up);
+            store_matrices(place + BOX, gate);
         }
-    store_columns(dfch, at.row, at.column + 64 * side, H, true, result, group);
-    if (threadIdx.x % 128 == 0) stores_read();
-    shared_written();
+        shared_written();
+        warp_arrives(waits.dfch_there[slot]);
+    }
 }
 
-// backward: matmul_dswiglu, else matmul_swiglu.
+// backward: matmul_dswiglu, else matmul_swiglu, which stores to out and out_swiglu.
 template <bool backward>
-__device__ void product_with_swiglu(const Tiles& out, const Tiles& out_swiglu, const Tiles& inp,
-                                    const Tiles& w, const Tiles& fch, Sizes sizes) {
+__device__ void product_with_swiglu(const Tiles& dfch, real* out, real* out_swiglu,
+                                    const Tiles& inp, const Tiles& w, const Tiles& fch,
+                                    Sizes<backward> sizes) {
+    constexpr int STAGES = swiglu_products::STAGES<backward>;
     DYNAMIC_SHARED(real, stages);
-    real* results = stages + STAGES * STAGE;  // one for each warpgroup
-    __shared__ Waits waits;
+    real* ring = stages + STAGES * STAGE;
+    __shared__ Waits<backward> waits;
     if (threadIdx.x == 0) {
         for (auto& mbarrier : waits.full) mbarrier_start(mbarrier, 1);
         for (auto& mbarrier : waits.empty) mbarrier_start(mbarrier, 4 * CLUSTER);  // warps
-        for (int i = 0; i < 2; i++) {
-            mbarrier_start(waits.fch_there[i], 1), mbarrier_start(waits.result_read[i], 4);
-            mbarrier_start(waits.my_turn[i], 4);
-        }
+        for (auto& mbarrier : waits.my_turn) mbarrier_start(mbarrier, 4);
+        for (auto& mbarrier : waits.fch_there) mbarrier_start(mbarrier, 1);
+        for (auto& mbarrier : waits.dfch_there) mbarrier_start(mbarrier, 4);
     }
     cluster_sync();
 
     if (threadIdx.x >= WORKERS) {
         keep_registers<40>();
-        if (threadIdx.x == WORKERS) load_operands<backward>(stages, waits, inp, w, sizes);
-        if (backward && threadIdx.x == WORKERS + 32) load_fch(results, waits, fch, sizes);
+        if (threadIdx.x == WORKERS) load_operands(stages, waits, inp, w, sizes);
+        if constexpr (backward)
+            if (threadIdx.x == WORKERS + 32) exchange_boxes(ring, waits, dfch, fch, sizes);
     } else {
         take_registers<232>();
-        int group = __shfl_sync(FULL_WARP, threadIdx.x / 128, 0);
-        real* result = results + group * TILE_SIZE;
-        int steps = sizes.C / 64, done = 0;  // tiles
-        unsigned step = group * steps;
-        for (int tile = blockIdx.x + group * gridDim.x; tile < sizes.tiles();
-             tile += 2 * gridDim.x, step += steps, done++) {
-            TileAt at(tile, sizes);
+        int group = __shfl_sync(FULL_WARP, threadIdx.x / 128, 0), steps = sizes.C / 64;
+        int first = blockIdx.x / 2, clusters = gridDim.x / 2;
+        for (int n = group; first + n * clusters < sizes.items(); n += 2) {  // tiles of this block
+            unsigned step = n * steps;
             TileResult x;
-            mbarrier_wait(waits.my_turn[group], (done + (group == 0)) % 2);  // 0 is first
+            mbarrier_wait(waits.my_turn[group], (n / 2 + (group == 0)) % 2);  // 0 is first
             for (int i = 0; i < steps; i++, step++) {
                 mbarrier_wait(waits.full[step % STAGES], step / STAGES % 2);
                 const real* stage = stages + step % STAGES * STAGE;
@@ -225,21 +243,12 @@ __device__ void product_with_swiglu(const Tiles& out, const Tiles& out_swiglu, c
                 wait_for_products<1>(x);  // so the stage before is empty
                 if (i > 0) warp_arrives_at_all(waits.empty[(step - 1) % STAGES]);
             }
-            warp_arrives(waits.my_turn[group ^ 1]);
+            warp_arrives(waits.my_turn[forget(unsigned(group)) ^ 1]);  // a register less
             wait_for_products<0>(x);
             warp_arrives_at_all(waits.empty[(step - 1) % STAGES]);
-            if (!backward) {
-                finish_forward(out, out_swiglu, x, at, result, sizes.H, group);
-            } else {
-                mbarrier_wait(waits.fch_there[group], 0);
-                finish_backward<0>(out, x, at, result, sizes.H, group);
-                warp_arrives(waits.result_read[group]);
-                mbarrier_wait(waits.fch_there[group], 1);
-                finish_backward<1>(out, x, at, result, sizes.H, group);
-                warp_arrives(waits.result_read[group]);
-            }
+            if constexpr (backward) finish_backward(x, ring, 6 * n, waits);
+            else finish_forward(out, out_swiglu, x, first + n * clusters, sizes);
         }
-        if (threadIdx.x % 128 == 0) stores_arrive();
     }
     cluster_sync();  // the other block may still arrive at mbarriers of this one
 }
@@ -248,8 +257,7 @@ __device__ void product_with_swiglu(const Tiles& out, const Tiles& out_swiglu, c
 
 #ifdef __CUDACC__  // Clusters of two blocks. read_kernels does not know this word in a definition
 extern "C" __global__ void __cluster_dims__(2, 1, 1) matmul_swiglu(
-    const __grid_constant__ Tiles, const __grid_constant__ Tiles, const __grid_constant__ Tiles,
-    const __grid_constant__ Tiles, int, int, int);
+    real*, real*, const __grid_constant__ Tiles, const __grid_constant__ Tiles, int, int, int);
 extern "C" __global__ void __cluster_dims__(2, 1, 1) matmul_dswiglu(
     const __grid_constant__ Tiles, const __grid_constant__ Tiles, const __grid_constant__ Tiles,
     const __grid_constant__ Tiles, int, int, int);
@@ -259,10 +267,10 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) matmul_dswiglu(
 // of 64. Items: blocks, an even number of them.
 BLOCK(384, 1)
 extern "C" __global__ void __launch_bounds__(384, 1) matmul_swiglu(
-    const __grid_constant__ Tiles fch, const __grid_constant__ Tiles fch_swiglu,
-    const __grid_constant__ Tiles inp, const __grid_constant__ Tiles w, int N, int H, int C) {
+    real* __restrict__ fch, real* __restrict__ fch_swiglu, const __grid_constant__ Tiles inp,
+    const __grid_constant__ Tiles w, int N, int H, int C) {
     turns::swiglu_products::product_with_swiglu<false>(
-        fch, fch_swiglu, inp, w, inp, {N, H, C, turns::WIDTH / 2});
+        inp, fch, fch_swiglu, inp, w, inp, {N, H, C});
 }
 
 // dfch (N,2H), the gradients of up and gate, from dout (N,C), w (C,H) and fch (N,2H). C and H as
@@ -272,5 +280,5 @@ extern "C" __global__ void __launch_bounds__(384, 1) matmul_dswiglu(
     const __grid_constant__ Tiles dfch, const __grid_constant__ Tiles dout,
     const __grid_constant__ Tiles w, const __grid_constant__ Tiles fch, int N, int H, int C) {
     turns::swiglu_products::product_with_swiglu<true>(
-        dfch, dfch, dout, w, fch, {N, H, C, turns::WIDTH});
+        dfch, nullptr, nullptr, dout, w, fch, {N, H, C});
 }

@@ -11,39 +11,28 @@ from pathlib import Path
 
 from dev.common import gpus
 from dev.features.declare import Feature, is_fast
-from dev.features.hopper.gelu_products import THREADS, fits, maps
-from train_gpt2 import ceil_div
+from dev.features.hopper.gelu_products import (LONG, SHARED, SHORT, THREADS, blocks_for, fits,
+                                               map_of_fours, maps)
 
 SOURCE = Path(__file__).resolve().with_suffix(".cu")
 SOURCES = (SOURCE.with_name("hopper.cuh"), SOURCE.with_name("turns.cuh"), SOURCE)
-HEIGHT = WIDTH = 128  # of a tile of the result
-STAGES = 5  # of 64 channels
-
-
-def plan(device, N, H, width):
-    """(blocks, bytes of shared memory) for tiles with this many columns of up. There is a block a
-    multiprocessor, unless there are fewer tiles; their number is even. In shared memory are stages
-    of two operands, and two results."""
-    tiles = ceil_div(N, HEIGHT) * 2 * ceil_div(H, 2 * width)
-    return (min(device.multiprocessors // 2 * 2, tiles),
-            2 * (STAGES * (HEIGHT + WIDTH) * 64 + 2 * HEIGHT * WIDTH))
 
 
 def multiply_swiglu(device, fch, fch_swiglu, inp, w):
     """fch (N,2H) = inp (N,C) @ w.T, w (2H,C), and fch_swiglu (N,H) = up * silu(gate)."""
-    N, H = fch_swiglu.shape
-    blocks, shared = plan(device, N, H, WIDTH // 2)
-    device.launch("matmul_swiglu", blocks, *maps(device, fch, fch_swiglu, inp, w), N, H,
-                  inp.shape[1], threads=THREADS, shared=shared)
+    blocks = blocks_for(device, fch_swiglu, 2 * SHORT, LONG // 2)
+    device.launch("matmul_swiglu", blocks, fch, fch_swiglu, *maps(device, inp),
+                  map_of_fours(device, w, LONG // 8), *fch_swiglu.shape, inp.shape[1],
+                  threads=THREADS, shared=SHARED)
 
 
 def multiply_dswiglu(device, dfch, dout, w, fch):
     """dfch (N,2H), the gradients of up and gate, from that of the MLP's output, dout (N,C), with w
     (C,H) and fch (N,2H). dfch may be fch."""
     N, H = len(dfch), w.shape[1]
-    blocks, shared = plan(device, N, H, WIDTH)
+    blocks = blocks_for(device, dfch[:, :H], 2 * SHORT, LONG)
     device.launch("matmul_dswiglu", blocks, *maps(device, dfch, dout, w, fch), N, H,
-                  dout.shape[1], threads=THREADS, shared=shared)
+                  dout.shape[1], threads=THREADS, shared=SHARED)
 
 
 class SwigluProducts:
