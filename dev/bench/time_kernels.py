@@ -34,7 +34,8 @@ from dev.features.declare import stack
 from dev.features.devices import FastCuda, device_class
 from dev.features.fused_biases import SOURCE as FUSED, SummedOutputs
 from dev.features.hopper.attention_five import (
-    HOPPER, ROWS, SOURCES as FIVE, five_table, launch_delta, launch_dq, launch_five)
+    HOPPER, ROWS, SOURCES as FIVE, blocks_of_keys, five_table, launch_delta, launch_dq,
+    launch_five)
 from dev.features.hopper.gelu_products import (
     LONG, SOURCES as GELU, OwnGelu, multiply_dgelu, multiply_gelu)
 from dev.features.hopper import swiglu_products, symmetric
@@ -98,7 +99,7 @@ def us(device, *works):
 
 FIVE_CHECKS = ("B=1,T=1,NH=2,NKV=2", "B=2,T=33,NH=3,NKV=3", "B=1,T=150,NH=2,NKV=2",
                "B=2,T=300,NH=3,NKV=3", "B=1,T=260,NH=4,NKV=2", "B=1,T=200,NH=2,NKV=1,relu=1",
-               "B=1,T=140,NH=2,NKV=2,cold=1", "B=1,T=640,NH=2,NKV=2")
+               "B=1,T=140,NH=2,NKV=2,cold=1", "B=1,T=640,NH=2,NKV=2", "B=1,T=260,NH=6,NKV=1")
 FIVE_SHAPE = "B=8,T=2048,NH=16,NKV=16"
 ON_CPU = dict(B=1, T=150, NH=2, NKV=2)
 
@@ -119,7 +120,9 @@ def problem(draw, B, T, NH, NKV, HS, relu=0, cold=0):
 
 
 def scratch(a):
-    blocks, sizes = -(-a.T // ROWS), {row.name: row.shape for row in five_table(a.B, a.T, a.NH)}
+    kept = blocks_of_keys(a.B, a.T, a.NKV) if a.NKV < a.NH else 0
+    blocks = -(-a.T // ROWS)
+    sizes = {row.name: row.shape for row in five_table(a.B, a.T, a.NH, kept)}
     return sizes | dict(sums=(a.B, blocks, a.NH + 2 * a.NKV, a.HS), delta=(a.B, a.NH, a.T))
 
 
@@ -148,20 +151,20 @@ def with_sums(run):
 
 
 def gradients(device, a):
-    launch_five(device, whole_numbers(a), a.dqkv, tiled(a, a.qkv), tiled(a, a.dout), a.scale, a.B,
-                a.T, a.NH, a.NKV)
+    launch_five(device, whole_numbers(a), a.dqkv, tiled(a, a.qkv), tiled(a, a.dout), None, a.scale,
+                a.B, a.T, a.NH, a.NKV)
 
 
 @with_sums
 def round_dq(device, a):
-    launch_dq(device, a, a.dqkv, a.scale, a.B, a.T, a.NH)
+    launch_dq(device, a, a.dqkv, None, a.scale, a.B, a.T, a.NH)
 
 
 @with_sums
 def five(device, a):
     delta(device, a)
     gradients(device, a)
-    launch_dq(device, a, a.dqkv, a.scale, a.B, a.T, a.NH)
+    launch_dq(device, a, a.dqkv, None, a.scale, a.B, a.T, a.NH)
 
 
 seven = with_sums(heads.trainers_backward)
@@ -173,7 +176,8 @@ VERSIONS = [Version(what, run, threads=(), scratch=scratch) for what, run in (
     ("five products", five), ("seven products, the trainer's", seven))]
 # turns is filled with bytes of 255, like all scratch: attention_backward_five_delta must clear it.
 LADDER = Ladder(problem, FIVE_SHAPE, FIVE_CHECKS, tuple(VERSIONS),
-                fp32="lse delta dq stats sums turns", sums="dqkv", limits=heads.ATTENTION_LIMITS,
+                fp32="lse delta dq stats sums turns kept", sums="dqkv",
+                limits=heads.ATTENTION_LIMITS,
                 flops=lambda a: 10 * heads.pairs_seen(a) * a.HS,
                 torch=heads.torch_backward)
 

@@ -27,11 +27,13 @@ from dev.features.hopper import attention_five
 from dev.features.hopper.attention_five import FiveProducts
 from dev.common.gpus import capability
 from dev.features.order import FEATURES
+from dev.features.devices import device_class
 from dev.features.seams import GPT2, Training
 from dev.lab.bench import BF16_LIMIT
+from dev.llama3.train_llama3 import Config3, Llama3
 from dev.tests.checks import EXACT, check
 from dev.tests.models import SMALL_MODEL, poisoned_model
-from train_gpt2 import pack_batch, to_float
+from train_gpt2 import offsets, pack_batch, to_float
 
 SECONDS = 150  # time limit for the checks with one fault: some hang
 NOTICED = 3  # exit status
@@ -43,11 +45,16 @@ TWO_BLOCKS = "B=1,T=140,NH=1,NKV=1"  # the second waits for the first
 A_RACE, NO_FENCE, NO_TURN = FOUND = (
     "a part is stored before it was read", "a part is added before the copy engine can see it",
     "a turn is not waited for")
+NO_WAIT = "a share is not waited for"
 NO_RACE = "nothing, and no race"
 PLANTED = (  # (what is wrong, a place in attention_five.cu, the same with a fault)
     ("nothing", "", ""),
     (NO_RACE, "", ""),
-    ("heads of a section", "min(AT_ONCE, heads - section)", "AT_ONCE"),
+    ("the first section again", "share = section + i % shares_here", "share = i % shares_here"),
+    ("all shares have the same queries", "share % shares * (GROUP / shares)", "0"),
+    ("the first share is lost", "x += __ldcg(sums + i * WORKERS);", ""),
+    ("each share stores its own sums", "if (share < shares - 1) {", "if (false) {"),
+    (NO_WAIT, "while (*summed < share) {}", ""),
     ("no part is added", "turn > 0);\n                stores_read",
      "false);\n                stores_read"),
     ("the first part is added", "turn > 0);\n                stores_read",
@@ -127,6 +134,57 @@ def test_model(device_name):
     for name, one, other in zip(("dqkv", "sums", "dqkv, another shape",
                                  "sums, another shape"), five, plain):
         yield name, one, other, BF16_LIMIT
+
+
+def test_shares():
+    """As many blocks share the heads of a block of keys as a GPU needs, if they divide them; the
+    arena of a larger batch has room for a smaller one."""
+    gpu = SimpleNamespace(multiprocessors=132, hopper=True)
+    for B, T, NH, NKV, wish in ((8, 1024, 12, 2, 2), (16, 1024, 12, 2, 1), (4, 1024, 12, 2, 6),
+                                (1, 2048, 24, 8, 3), (1, 128, 28, 4, 7), (8, 1024, 12, 12, 1)):
+        found = attention_five.shares_for(gpu, B, T, NH, NKV)
+        check(f"shares for {B=} {T=} {NH=} {NKV=}", found == wish, found)
+    c = SimpleNamespace(C=1536, NH=12, NKV=2)
+    for sizes in ((16, 1024), (8, 1024), (8, 1023), (3, 100)):
+        large, small = (offsets(FiveProducts.five_table(c, gpu, *of))[-1]
+                        for of in ((16, 1024), sizes))
+        rows = {row.name: row.shape for row in FiveProducts.five_table(c, gpu, *sizes)}
+        blocks = attention_five.blocks_of_keys(*sizes, c.NKV)
+        check(f"{sizes} fit", small <= large and (
+            attention_five.shares_for(gpu, *sizes, c.NH, c.NKV) == 1 or rows["kept"][0] >= blocks))
+
+
+def test_llama(device_name):
+    """Where four heads share keys, and with RoPE: dqkv is that of seven products, rotated back in
+    float64. With any number of shares."""
+    B, T, NH, HS = 2, 150, 4, 128
+    c = Config3(maxT=T, V=50, L=1, NH=NH, NKV=1, C=NH * HS, multiple_of=64)
+    with mock.patch.dict(os.environ, CXXFLAGS=CXXFLAGS), contextlib.redirect_stdout(None):
+        device = device_class(device_name)("bf16", c, attention_five.SOURCES)
+    models = [kind(c, device, B, T) for kind in (
+        Llama3, type("Five", (FiveProducts, Llama3), {}))]
+    draw, found = np.random.default_rng(2), []
+    values = [to_bf16(np.float32(draw.standard_normal((B * T, width)))) for width in (c.QKV, c.C)]
+    for i, model in enumerate((models[0], *[models[1]] * 3)):
+        shares = (None, 1, 2, 4)[i]
+        model.set_batch(pack_batch(*np.zeros((2, B, T), np.int32)))
+        model.embedding_forward()  # makes RoPE's table
+        a, back = model.layers[0][2], model.back
+        for array, value in zip((a.qkv, back.dinp), values):
+            device.put(array, value)
+        model.attention_forward(a.atty, a.lse, a.qkv)
+        with mock.patch.object(attention_five, "shares_for", return_value=shares):
+            model.attention_backward(back.dqkv, back.dinp, a.atty, a.lse, a.qkv)
+            if i > 0:
+                model.rope("rope_backward", back.dqkv)  # does nothing
+        found.append(np.float64(to_float(device.get(back.dqkv))))
+    wish = found[0].reshape(B, T, NH + 2, HS).copy()
+    pairs = wish[:, :, : NH + 1].reshape(B, T, NH + 1, HS // 2, 2).copy()
+    turn = np.exp(-1j * np.arange(T)[:, None] * c.theta ** (-np.arange(0, HS, 2) / HS))
+    turned = (pairs[..., 0] + 1j * pairs[..., 1]) * turn[:, None]
+    wish[:, :, : NH + 1] = np.stack([turned.real, turned.imag], -1).reshape(B, T, NH + 1, HS)
+    for shares, each in zip((1, 2, 4), found[1:]):
+        yield f"dqkv, {shares=}", each.reshape(wish.shape), wish, 2 * BF16_LIMIT
 
 
 def noted(device, launched):
@@ -219,6 +277,8 @@ def plant(i):
     sizes, flags = [A_SIZE, *time_kernels.FIVE_CHECKS], AS_HOPPER
     if what in (*FOUND, NO_RACE):
         sizes, flags = [TWO_BLOCKS], RACES
+    if what == NO_WAIT:
+        sizes, flags = ["B=1,T=140,NH=4,NKV=1"], RACES
     with (tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, CXXFLAGS=flags),
           mock.patch.object(time_kernels, "FIVE", (
               attention_five.SOURCES[0], Path(folder) / "attention_five.cu"))):

@@ -11,6 +11,10 @@
 //   - A block may only wait for blocks that already run. Otherwise waiting blocks could fill the
 //     GPU, and the one they wait for would never start. So blocks draw tickets when they start;
 //     within a head, earlier keys have lower tickets.
+//   - Blocks with the first keys have the most queries. Where several heads of queries share keys,
+//     and there would be too few blocks to even that out, `shares` blocks take some of these heads
+//     each. One after another they sum dk and dv; the last one stores them.
+//   - With RoPE, dq and dk are rotated back before they are rounded and stored.
 //   - Two warpgroups multiply. In the third, one thread asks for tiles, and two take turns to add
 //     parts, since an addition takes long: the copy engine takes a part from shared memory and adds
 //     it in L2. Its threads keep 24 registers, the others get 240, instead of 168 each.
@@ -84,7 +88,7 @@ __device__ void add_line(float* global, const float* shared, int bytes, bool add
 #endif
 
 // stats (B,NH,tiles,2,B_c_BACK): of each tile of queries lse and then delta, the sum over a head's
-// channels of out * dout, with zeros beyond T. Clears turns (1 + B*NH*tiles). 16 lanes
+// channels of out * dout, with zeros beyond T. Clears turns (1 + 2*B*NH*tiles). 16 lanes
 // share a row. Items: tiles of all heads.
 BLOCK(256, 1)
 extern "C" __global__ void __launch_bounds__(256) attention_backward_five_delta(
@@ -115,20 +119,23 @@ extern "C" __global__ void __launch_bounds__(256) attention_backward_five_delta(
     }
     if (threadIdx.x > 0) return;
     turns[1 + blockIdx.x] = 0;
+    turns[1 + gridDim.x + blockIdx.x] = 0;
     if (blockIdx.x == 0) turns[0] = 0;
 }
 
 // What this block owns, as own_rows<true>, with fewer heads at a time: dq needs room in L2, too.
-__device__ Own own_keys(int number, int T, int NH) {
-    int blocks = (T + B_r - 1) / B_r, heads = gridDim.x / blocks;
-    int section = number / (AT_ONCE * blocks) * AT_ONCE, i = number - section * blocks;
-    int heads_here = min(AT_ONCE, heads - section);
-    int head = section + i % heads_here, first = i / heads_here * B_r;
+// A head of keys comes `shares` times in turn, each time with the next of its heads of queries.
+__device__ Own own_keys(int number, int T, int NH, int shares) {
+    int blocks = (T + B_r - 1) / B_r, all_shares = gridDim.x / blocks, at_once = AT_ONCE * shares;
+    int section = number / (at_once * blocks) * at_once, i = number - section * blocks;
+    int shares_here = min(at_once, all_shares - section);
+    int share = section + i % shares_here, head = share / shares, first = i / shares_here * B_r;
     int warp = threadIdx.x / 32 * 16, slab = __shfl_sync(FULL_WARP, warp / SLAB * SLAB, 0);
     int NKV = NH / GROUP, b = head / NKV, kv = head % NKV, all = NH + 2 * NKV;
+    int query = kv * GROUP + share % shares * (GROUP / shares);
     return {first, first + slab, first + warp,
-            {b, kv * GROUP, all, T}, {b, NH + kv, all, T}, {b, NH + NKV + kv, all, T},
-            {b, kv * GROUP, NH, T}};
+            {b, query, all, T}, {b, NH + kv, all, T}, {b, NH + NKV + kv, all, T},
+            {b, query, NH, T}};
 }
 
 // Walks over the tiles of queries that see a block's keys: heads in order, of each the last first.
@@ -221,14 +228,42 @@ __device__ void store_shared_sums(float* sums, Head head, int block, const float
     sums[(((size_t)head.b * blocks + block) * head.heads + head.h) * HS + c] = sum;
 }
 
+// Rotates gradients of queries or keys back by their tokens' angles, whose cosines and sines
+// llama3.cu's rope_table has written to table (T,HS).
+__device__ void rotate_back(Result<HP>& x, const Own& own, const float* table, int T) {
+    each_row([&](Element e) {
+        int t = own.warp_first + e.row();
+        if (t >= T) return;
+#pragma unroll
+        for (int n = 0; n < HP / 8; n++) {
+            Pack<2> turn = load<2>(table + (size_t)t * HS + column_of(n, 0));
+            float &left = x[{0, n, e.i}], &right = x[{0, n, e.i + 1}], before = left;
+            left = before * turn[0] + right * turn[1];
+            right = right * turn[0] - before * turn[1];
+        }
+    });
+}
+
+// f(x, i) for each number of a thread's dk and dv.
+template <class F>
+__device__ void each_sum(Result<HP>& dk, Result<HP>& dv, F f) {
+#pragma unroll
+    for (int i = 0; i < HP / 2; i++) {
+        f(dk.x[0][i / 4][i % 4], i);
+        f(dv.x[0][i / 4][i % 4], HP / 2 + i);
+    }
+}
+
 // dk and dv of a block's keys, and its parts of dq (B,NH,tiles,PART), which the next kernel scales
-// and rounds. turns[0]: tickets drawn; turns[1 + tile]: blocks that have added to this tile of dq.
-// Items: blocks of B_r keys.
+// and rounds. turns[0]: tickets drawn; turns[1 + tile]: blocks that have added to this tile of dq;
+// behind these, of each block of keys: its shares whose dk and dv have been summed, to kept
+// (blocks of keys, 2*B_r*HS). rope (T,HS): see rotate_back; or null. Items: blocks of B_r keys times
+// shares, a divisor of GROUP.
 BLOCK(384, 1)
 extern "C" __global__ void __launch_bounds__(FIVE_THREADS, 1) attention_backward_five(
     Output dqkv, float* dq, int* turns, const FiveStage* __restrict__ stats,
-    const __grid_constant__ Tiles qkv, const __grid_constant__ Tiles dout, float scale, int T,
-    int NH) {
+    const __grid_constant__ Tiles qkv, const __grid_constant__ Tiles dout,
+    const float* __restrict__ rope, float* kept, float scale, int T, int NH, int shares) {
     DYNAMIC_SHARED(real, keys);  // keys and values: (2, B_r, LD)
     real* values = keys + B_r * LD;
     Stages<B_c_BACK> stages = {values + B_r * LD};    // of queries and dout
@@ -247,10 +282,10 @@ extern "C" __global__ void __launch_bounds__(FIVE_THREADS, 1) attention_backward
         number = atomicAdd(turns, 1);
     }
     __syncthreads();
-    Own own = own_keys(number, T, NH);
+    Own own = own_keys(number, T, NH, shares);
     int tiles = (T + B_c_BACK - 1) / B_c_BACK, of_head = tiles - own.first / B_c_BACK;
     WalkBack walk = {own.queries.h, (tiles - 1) * B_c_BACK, own.first, (tiles - 1) * B_c_BACK,
-                     of_head * GROUP};
+                     of_head * (GROUP / shares)};
     auto tile_of = [&](const WalkBack& w) {
         return ((size_t)own.queries.b * NH + w.head) * tiles + w.query / B_c_BACK;
     };
@@ -356,10 +391,36 @@ extern "C" __global__ void __launch_bounds__(FIVE_THREADS, 1) attention_backward
     store_part(part, n - 1);
     shared_written();
     warp_arrives(part_there[(n - 1) % 2]);
-    warp_arrives(done[n % FIVE_STAGES]);
-    tile_done(n);  // no product reads a tile any more
+    auto workers_meet = [&] {
+        warp_arrives(done[n % FIVE_STAGES]);
+        tile_done(n++);
+    };
+    workers_meet();  // no product reads a tile any more
 
+    if (shares > 1) {
+        int blocks = (T + B_r - 1) / B_r, heads = gridDim.x / (blocks * shares);  // of keys
+        int share = own.queries.h % GROUP / (GROUP / shares);
+        int block = (own.keys.b * (NH / GROUP) + own.queries.h / GROUP) * blocks + own.first / B_r;
+        volatile int* summed = turns + 1 + heads * GROUP * tiles + block;
+        float* sums = kept + (size_t)block * 2 * B_r * HP + threadIdx.x;
+        if (share > 0) {
+            if (threadIdx.x == 0) {
+                while (*summed < share) {}
+                __threadfence();
+            }
+            workers_meet();
+            each_sum(dk, dv, [&](float& x, int i) { x += __ldcg(sums + i * WORKERS); });
+        }
+        if (share < shares - 1) {
+            each_sum(dk, dv, [&](float& x, int i) { sums[i * WORKERS] = x; });
+            __threadfence();
+            workers_meet();
+            if (threadIdx.x == 0) *summed = share + 1;
+            return;
+        }
+    }
     each<HP>([&](Element e) { dk[e] *= scale; });
+    if (rope) rotate_back(dk, own, rope, T);
     dqkv.begin();
     [[maybe_unused]] auto dk_sums = store_own_rows(dqkv, own.keys, own, keys, dk);
     [[maybe_unused]] auto dv_sums = store_own_rows(dqkv, own.values, own, values, dv);
@@ -368,8 +429,7 @@ extern "C" __global__ void __launch_bounds__(FIVE_THREADS, 1) attention_backward
     if (dqkv.sums) {
         share_column_sums(of_share, dk_sums);
         share_column_sums(of_share + SHARES * HP, dv_sums);
-        warp_arrives(done[(n + 1) % FIVE_STAGES]);
-        tile_done(n + 1);
+        workers_meet();
         store_shared_sums(dqkv.sums, threadIdx.x < HP ? own.keys : own.values, own.first / B_r,
                           of_share + threadIdx.x / HP * SHARES * HP);
     }
@@ -377,10 +437,12 @@ extern "C" __global__ void __launch_bounds__(FIVE_THREADS, 1) attention_backward
     dqkv.end();
 }
 
-// dq, scaled and rounded, from the sums of all parts. Items: blocks of B_r queries.
+// dq, scaled, with rope rotated back, and rounded, from the sums of all parts. Items: blocks of B_r
+// queries.
 BLOCK(256, 1)
 extern "C" __global__ void __launch_bounds__(THREADS) attention_backward_five_dq(
-    Output dqkv, const float* __restrict__ dq, float scale, int T, int NH) {
+    Output dqkv, const float* __restrict__ dq, const float* __restrict__ rope, float scale, int T,
+    int NH) {
     DYNAMIC_SHARED(real, rows);  // (B_r, LD)
     Own own = own_rows<false>(T, NH);
     int tiles = (T + B_c_BACK - 1) / B_c_BACK, tile = own.slab_first / B_c_BACK;
@@ -396,6 +458,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_backward_five_dq
             x.x[0][n][2] = scale * four.z;
             x.x[0][n][3] = scale * four.w;
         }
+        if (rope) rotate_back(x, own, rope, T);
     }
     dqkv.begin();
     store_rows(dqkv, own.queries, own, rows, x);

@@ -21,12 +21,36 @@ THREADS = 384
 SHARED = 2 * (2 * ROWS * HS + 4 * TILE * HS + 2 * ROWS * TILE) + 4 * 2 * TILE * HS
 
 
-def five_table(B, T, NH):
-    """What the kernels need besides the trainer's arrays."""
+def five_table(B, T, NH, kept=0):
+    """What the kernels need besides the trainer's arrays. kept: blocks of keys that others share.
+
+        dq      the sums of its parts, as wgmma leaves them
+        stats   lse and delta of a tile's queries
+        turns   tickets drawn; blocks that added to a tile; shares of a block of keys, summed
+        kept    these sums, of dk and dv
+    """
     tiles = B * NH * -(-T // TILE)
-    return [Row("dq", (tiles, TILE * HS)),           # the sums of its parts, as wgmma leaves them
-            Row("stats", (tiles, 2, TILE)),          # lse and delta of a tile's queries
-            Row("turns", (1 + tiles,), np.int32)]    # tickets drawn; blocks that added to a tile
+    table = [Row("dq", (tiles, TILE * HS)), Row("stats", (tiles, 2, TILE)),
+             Row("turns", (1 + 2 * tiles,), np.int32)]
+    return table + ([Row("kept", (kept, 2 * ROWS * HS))] if kept else [])
+
+
+def blocks_of_keys(B, T, NKV):
+    return B * NKV * ceil_div(T, ROWS)
+
+
+def enough(device):
+    """So many blocks, the longest first, keep all multiprocessors busy to the end."""
+    return device.multiprocessors * 3 // 2
+
+
+def shares_for(device, B, T, NH, NKV):
+    """How many blocks share the query heads of each block of keys: enough, if they divide them."""
+    group, blocks = NH // NKV, blocks_of_keys(B, T, NKV)
+    if blocks > enough(device):
+        return 1
+    divisors = [n for n in range(1, group + 1) if group % n == 0]
+    return next((n for n in divisors if n * blocks > enough(device)), group)
 
 
 def launch_delta(device, views, lse, out, dout, B, T, NH):
@@ -35,39 +59,53 @@ def launch_delta(device, views, lse, out, dout, B, T, NH):
                   views.turns, lse, out, dout, T, NH)
 
 
-def launch_five(device, views, dqkv, qkv, dout, scale, B, T, NH, NKV):
-    """dk and dv, and dq before it is scaled."""
-    device.launch("attention_backward_five", ceil_div(T, ROWS) * B * NKV, dqkv, views.dq,
-                  views.turns, views.stats, qkv, dout, scale, T, NH, threads=THREADS,
-                  shared=SHARED)
+def launch_five(device, views, dqkv, qkv, dout, rope, scale, B, T, NH, NKV, shares=None):
+    """dk and dv, and dq before it is scaled. rope (T,HS): RoPE's table, by which dk is rotated
+    back; or None. shares: see shares_for, which chooses them if they are not given."""
+    shares = shares or shares_for(device, B, T, NH, NKV)
+    device.launch("attention_backward_five", shares * blocks_of_keys(B, T, NKV), dqkv, views.dq,
+                  views.turns, views.stats, qkv, dout, rope, getattr(views, "kept", None), scale, T,
+                  NH, shares, threads=THREADS, shared=SHARED)
 
 
-def launch_dq(device, views, dqkv, scale, B, T, NH):
-    """dq scaled, rounded and stored in dqkv."""
-    device.launch("attention_backward_five_dq", ceil_div(T, ROWS) * B * NH, dqkv, views.dq, scale,
-                  T, NH, threads=256, shared=2 * (ROWS + TILE) * HS)
+def launch_dq(device, views, dqkv, rope, scale, B, T, NH):
+    """dq scaled, with rope rotated back, rounded and stored in dqkv."""
+    device.launch("attention_backward_five_dq", ceil_div(T, ROWS) * B * NH, dqkv, views.dq, rope,
+                  scale, T, NH, threads=256, shared=2 * (ROWS + TILE) * HS)
 
 
 class FiveProducts:
     """A model whose attention's gradient takes five products, if the device and its heads allow."""
 
     @classmethod
+    def five_table(cls, c, device, B, T):
+        """The kernels' table for such batches. Smaller ones may be shared where this one is not."""
+        most = min(blocks_of_keys(B, T, c.NKV), enough(device)) if c.NKV < c.NH else 0
+        return five_table(B, T, c.NH, most)
+
+    @classmethod
     def tables(cls, c, device, B, T):
         tables = super().tables(c, device, B, T)
         if not (device.hopper and c.C // c.NH == HS):
             return tables
-        return tables | {"five": five_table(B, T, c.NH)}
+        return tables | {"five": cls.five_table(c, device, B, T)}
 
     def attention_backward(self, dqkv, dout, out, lse, qkv):
-        """As GPT2.attention_backward."""
+        """As GPT2.attention_backward. With RoPE, also what rope_backward would do next."""
         if "five" not in self.arenas:
             super().attention_backward(dqkv, dout, out, lse, qkv)
             return
         (B, T), c = self.BT, self.config
-        views = carve(self.arenas["five"], five_table(B, T, c.NH))
+        rope = getattr(self.acts, "rope", None)
+        views = carve(self.arenas["five"], self.five_table(c, self.device, B, T))
         launch_delta(self.device, views, lse, out, dout, B, T, c.NH)
-        launch_five(self.device, views, dqkv, qkv, dout, self.scale, B, T, c.NH, c.NKV)
-        launch_dq(self.device, views, dqkv, self.scale, B, T, c.NH)
+        launch_five(self.device, views, dqkv, qkv, dout, rope, self.scale, B, T, c.NH, c.NKV)
+        launch_dq(self.device, views, dqkv, rope, self.scale, B, T, c.NH)
+
+    def rope(self, kernel, qkv):
+        """As Llama3.rope, but for what attention_backward has done."""
+        if kernel != "rope_backward" or "five" not in self.arenas:
+            super().rope(kernel, qkv)
 
 
 FEATURE = Feature(
