@@ -10,18 +10,18 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from dev.common import gpus
 from dev.common.bf16 import to_bf16
-from dev.common.gpus import GPUS, blocks_that_fit
+from dev.common.gpus import GPUS, blocks_that_fit, capability
 from dev.common.nvrtc import compile_cuda, has_nvrtc
 from dev.cpu.emulated import Emulated
+from dev.features.devices import FastCuda
 from dev.features.hopper import rope_product
 from dev.lab.bench import BF16_LIMIT
 from dev.llama3.train_llama3 import Config3
 from dev.tests.checks import check
 from dev.tests.models import in_each_order, on_device
 from dev.tests.test_gelu_products import with_fault
-from train_gpt2 import FastCuda, to_float
+from train_gpt2 import to_float
 
 HS = 128
 SIZES = (  # N, OC, C, T, rotated
@@ -33,7 +33,7 @@ FAULTS = (
     ("values rotated too", "if (c < rotated) {", "if (c < 1 << 30) {"),
     ("the table's row of another token", "(r % T) * HS", "((r + 1) % T) * HS"),
     ("positions go on in the next sequence", "(r % T) * HS", "min(r, T - 1) * HS"),
-    ("pairs of the first channels in all", "turns + c % HS", "turns + c % 8"),
+    ("pairs of the first channels in all", "turns + (c + 32) % HS", "turns + c % 8"),
     ("rows below the result", "if (r >= sizes.N) continue;\n        const", "const"),
     ("columns beyond the result", "if (at.column + 32 * part >= sizes.H) break;\n            int",
      "int"),
@@ -51,7 +51,7 @@ def device_for(device_name, sources=rope_product.SOURCES):
     """The device, with the kernel alone on a CPU; None if its GPU is no Hopper."""
     c = Config3(C=2 * HS, NH=2, NKV=1)
     if device_name == "cuda":
-        return FastCuda("bf16", c, sources) if gpus.capability() == 90 else None
+        return FastCuda("bf16", c, sources) if capability() == 90 else None
     with mock.patch.dict(os.environ, CXXFLAGS="-O1 -DHOPPER"), contextlib.redirect_stdout(None):
         return Emulated("bf16", c, sources, only={"matmul_rope"})
 

@@ -138,14 +138,15 @@ __device__ Own own_keys(int number, int T, int NH, int shares) {
             {b, query, NH, T}};
 }
 
-// Walks over the tiles of queries that see a block's keys: heads in order, of each the last first.
+// Walks over the tiles of queries that see a block's keys: the last queries first, of all heads. So
+// blocks with later keys, whose walks end sooner, never wait until one with earlier keys has
+// finished a head.
 struct WalkBack {
-    int head, query, first, last, left;
+    int head, query, first_head, end_head, left;
     __device__ bool next() {
-        query -= B_c_BACK;
-        if (query < first) {
-            query = last;
-            head++;
+        if (++head == end_head) {
+            head = first_head;
+            query -= B_c_BACK;
         }
         return --left > 0;
     }
@@ -284,8 +285,9 @@ extern "C" __global__ void __launch_bounds__(FIVE_THREADS, 1) attention_backward
     __syncthreads();
     Own own = own_keys(number, T, NH, shares);
     int tiles = (T + B_c_BACK - 1) / B_c_BACK, of_head = tiles - own.first / B_c_BACK;
-    WalkBack walk = {own.queries.h, (tiles - 1) * B_c_BACK, own.first, (tiles - 1) * B_c_BACK,
-                     of_head * (GROUP / shares)};
+    int heads = GROUP / shares;
+    WalkBack walk = {own.queries.h, (tiles - 1) * B_c_BACK, own.queries.h, own.queries.h + heads,
+                     of_head * heads};
     auto tile_of = [&](const WalkBack& w) {
         return ((size_t)own.queries.b * NH + w.head) * tiles + w.query / B_c_BACK;
     };
@@ -348,7 +350,7 @@ extern "C" __global__ void __launch_bounds__(FIVE_THREADS, 1) attention_backward
     };
 
     Result<HP> dk = {}, dv = {};
-    int n = 0, all = walk.left, query = walk.last;
+    int n = 0, all = walk.left;
     do {
         int stage = n % FIVE_STAGES;
         mbarrier_wait(full[stage], n / FIVE_STAGES % 2);
@@ -361,7 +363,7 @@ extern "C" __global__ void __launch_bounds__(FIVE_THREADS, 1) attention_backward
         wait_for_products<1>(scores);
         weights_from_scores(scores, scale,                         // P' = e^(S' - L)
                             [&](Element e) { return of_query[e]; });
-        hide_later_keys(weights, own, query);
+        hide_later_keys(weights, own, walk.query);
         multiply(dv, weights, douts);                              // dV = dV + P' dO
         of_query = of_columns(stats_of[stage].delta);
         wait_for_products<1>(dweights);
@@ -380,7 +382,7 @@ extern "C" __global__ void __launch_bounds__(FIVE_THREADS, 1) attention_backward
         if (n > 0 && threadIdx.x % 32 == 0) mbarrier_arrive(part_there[(n - 1) % 2]);
         wait_for_products<0>(dk);
         if (threadIdx.x % 32 == 0) mbarrier_arrive(done[stage]);
-        query = query == own.first ? walk.last : query - B_c_BACK;
+        walk.next();
     } while (++n < all);
     tile_done(n - 1);
     Result<B_c_BACK> part;
@@ -398,10 +400,10 @@ extern "C" __global__ void __launch_bounds__(FIVE_THREADS, 1) attention_backward
     workers_meet();  // no product reads a tile any more
 
     if (shares > 1) {
-        int blocks = (T + B_r - 1) / B_r, heads = gridDim.x / (blocks * shares);  // of keys
-        int share = own.queries.h % GROUP / (GROUP / shares);
+        int blocks = (T + B_r - 1) / B_r, of_keys = gridDim.x / (blocks * shares);  // heads
+        int share = own.queries.h % GROUP / heads;
         int block = (own.keys.b * (NH / GROUP) + own.queries.h / GROUP) * blocks + own.first / B_r;
-        volatile int* summed = turns + 1 + heads * GROUP * tiles + block;
+        volatile int* summed = turns + 1 + of_keys * GROUP * tiles + block;
         float* sums = kept + (size_t)block * 2 * B_r * HP + threadIdx.x;
         if (share > 0) {
             if (threadIdx.x == 0) {

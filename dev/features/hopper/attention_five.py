@@ -41,7 +41,7 @@ def blocks_of_keys(B, T, NKV):
 
 def enough(device):
     """So many blocks, the longest first, keep all multiprocessors busy to the end."""
-    return device.multiprocessors * 3 // 2
+    return device.multiprocessors * 7 // 5
 
 
 def shares_for(device, B, T, NH, NKV):

@@ -22,16 +22,17 @@ __device__ void finish_rows(real* out, const float* table, const TileResult& x, 
         if (r >= sizes.N) continue;
         const float* turns = table + (size_t)(r % T) * HS;
         real* to = out + (size_t)r * sizes.H;
+        Pack<8> next = load<8>(turns + column % HS);
 #pragma unroll
         for (int part = 0; part < 6; part++) {
             if (at.column + 32 * part >= sizes.H) break;
             int c = column + 32 * part;
-            Pack<8> y;
+            Pack<8> turn = next, y;
+            next = load<8>(turns + (c + 32) % HS);  // arrives while this pack is rotated
             for (int i = 0; i < 8; i++)
                 y[i] = x.x[0][eight / 2 * LONG / 8 + part / 3 * 12 + i % 4 * 3 + part % 3]
                           [eight % 2 * 2 + i / 4];
             if (c < rotated) {
-                Pack<8> turn = load<8>(turns + c % HS);
                 for (int i = 0; i < 8; i += 2) {
                     float before = y[i];
                     y[i] = before * turn[i] - y[i + 1] * turn[i + 1];
