@@ -140,14 +140,15 @@ def test_shares():
     """As many blocks share the heads of a block of keys as a GPU needs, if they divide them; the
     arena of a larger batch has room for a smaller one."""
     gpu = SimpleNamespace(multiprocessors=132, hopper=True)
-    for B, T, NH, NKV, wish in ((8, 1024, 12, 2, 2), (16, 1024, 12, 2, 1), (4, 1024, 12, 2, 3),
-                                (1, 2048, 24, 8, 3), (1, 128, 28, 4, 7), (8, 1024, 12, 12, 1)):
+    for B, T, NH, NKV, wish in ((8, 1024, 12, 2, 2), (16, 1024, 12, 2, 2), (17, 1024, 12, 2, 1),
+                                (4, 1024, 12, 2, 3), (1, 2048, 24, 8, 3), (1, 128, 28, 4, 7),
+                                (8, 1024, 28, 4, 1), (8, 1024, 12, 12, 1)):
         found = attention_five.shares_for(gpu, B, T, NH, NKV)
         check(f"shares for {B=} {T=} {NH=} {NKV=}", found == wish, found)
     c = SimpleNamespace(C=1536, NH=12, NKV=2)
-    for sizes in ((16, 1024), (8, 1024), (8, 1023), (3, 100)):
+    for sizes in ((17, 1024), (16, 1024), (8, 1024), (8, 1023), (3, 100)):
         large, small = (offsets(FiveProducts.five_table(c, gpu, *of))[-1]
-                        for of in ((16, 1024), sizes))
+                        for of in ((17, 1024), sizes))
         rows = {row.name: row.shape for row in FiveProducts.five_table(c, gpu, *sizes)}
         blocks = attention_five.blocks_of_keys(*sizes, c.NKV)
         check(f"{sizes} fit", small <= large and (

@@ -30,13 +30,12 @@ SIZES = (  # N, OC, C, T, rotated
 # What is wrong, in rope_product.cu
 FAULTS = (
     ("the sine with the other sign", "before * turn[i] - y", "before * turn[i] + y"),
-    ("values rotated too", "if (c < rotated) {", "if (c < 1 << 30) {"),
+    ("values rotated too", "if (c < rotated)", "if (true)"),
     ("the table's row of another token", "(r % T) * HS", "((r + 1) % T) * HS"),
     ("positions go on in the next sequence", "(r % T) * HS", "min(r, T - 1) * HS"),
-    ("pairs of the first channels in all", "turns + (c + 32) % HS", "turns + c % 8"),
+    ("pairs of the first channels in all", "(column + 32 * first + 32) % HS", "column % HS"),
     ("rows below the result", "if (r >= sizes.N) continue;\n        const", "const"),
-    ("columns beyond the result", "if (at.column + 32 * part >= sizes.H) break;\n            int",
-     "int"),
+    ("columns beyond the result", "if (at.column + 32 * part >= sizes.H) continue;", ""),
     ("the upper rows again", "eight / 2 * LONG / 8 + part / 3", "part / 3"),
     ("columns of a half in another order", "i % 4 * 3 + part % 3", "i % 4 * 3 + (part + 1) % 3"),
 )

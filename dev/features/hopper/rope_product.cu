@@ -9,6 +9,9 @@ namespace turns::rope_product {
 using swiglu_products::LONG, swiglu_products::Sizes, swiglu_products::TileAt,
     swiglu_products::TileResult;
 
+// After so many parts of 32 columns the same columns of another head come, with the same turns.
+constexpr int AGAIN = HS % 32 == 0 && HS < 192 ? HS / 32 : 6;
+
 // Of a tile's 192 columns, product column 96 h + 24 n + s is column 96 h + 4 s + n. table (T,HS) has
 // the cosines and sines by which rope_forward turns pairs of neighbouring columns.
 __device__ void finish_rows(real* out, const float* table, const TileResult& x, unsigned item,
@@ -24,22 +27,25 @@ __device__ void finish_rows(real* out, const float* table, const TileResult& x, 
         real* to = out + (size_t)r * sizes.H;
         Pack<8> next = load<8>(turns + column % HS);
 #pragma unroll
-        for (int part = 0; part < 6; part++) {
-            if (at.column + 32 * part >= sizes.H) break;
-            int c = column + 32 * part;
-            Pack<8> turn = next, y;
-            next = load<8>(turns + (c + 32) % HS);  // arrives while this pack is rotated
-            for (int i = 0; i < 8; i++)
-                y[i] = x.x[0][eight / 2 * LONG / 8 + part / 3 * 12 + i % 4 * 3 + part % 3]
-                          [eight % 2 * 2 + i / 4];
-            if (c < rotated) {
-                for (int i = 0; i < 8; i += 2) {
-                    float before = y[i];
-                    y[i] = before * turn[i] - y[i + 1] * turn[i + 1];
-                    y[i + 1] = before * turn[i + 1] + y[i + 1] * turn[i];
-                }
+        for (int first = 0; first < AGAIN; first++) {
+            Pack<8> turn = next;
+            next = load<8>(turns + (column + 32 * first + 32) % HS);  // while turn is used
+#pragma unroll
+            for (int part = first; part < 6; part += AGAIN) {
+                int c = column + 32 * part;
+                if (at.column + 32 * part >= sizes.H) continue;
+                Pack<8> y;
+                for (int i = 0; i < 8; i++)
+                    y[i] = x.x[0][eight / 2 * LONG / 8 + part / 3 * 12 + i % 4 * 3 + part % 3]
+                              [eight % 2 * 2 + i / 4];
+                if (c < rotated)
+                    for (int i = 0; i < 8; i += 2) {
+                        float before = y[i];
+                        y[i] = before * turn[i] - y[i + 1] * turn[i + 1];
+                        y[i + 1] = before * turn[i + 1] + y[i + 1] * turn[i];
+                    }
+                store(to + c, y);
             }
-            store(to + c, y);
         }
     }
 }
