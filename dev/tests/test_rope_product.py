@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from dev.common.bf16 import to_bf16
-from dev.common.gpus import GPUS, blocks_that_fit, capability
-from dev.common.nvrtc import compile_cuda, has_nvrtc
+from dev.common.gpus import capability
 from dev.cpu.emulated import Emulated
 from dev.features.devices import FastCuda
 from dev.features.hopper import rope_product
@@ -92,17 +91,3 @@ def test_planted(folder, faults):
         right = results != "outside" and (
             abs(results[0] - results[1]).max() < BF16_LIMIT * abs(results[1]).max())
         check(what, not right)
-
-
-def test_compiled():
-    """For sm_90a nothing spills, and a block fits a multiprocessor."""
-    if not has_nvrtc():
-        pytest.skip("NVRTC is not installed")
-    c = Config3(C=1536, NH=12, NKV=2)
-    text = "".join(path.read_text("utf-8") for path in (*c.SOURCES, *rope_product.SOURCES))
-    log, used, _ = compile_cuda(text, "sm_90a", [
-        "-std=c++17", "-DBF16", "-DHOPPER", *c.switches()])
-    check("wgmma is not serialized", "serialized" not in log and "warning" not in log)
-    check("spills nothing", used["matmul_rope"].spilled == 0, used["matmul_rope"])
-    check("fits", blocks_that_fit(GPUS["9.0"], used["matmul_rope"], rope_product.THREADS,
-                                  rope_product.SHARED) == 1)

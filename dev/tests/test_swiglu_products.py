@@ -186,15 +186,15 @@ def test_training():
 
 
 def test_compiled():
-    """For sm_90a nothing spills, and a block fits a multiprocessor."""
+    """For sm_90a nothing spills, and a block fits a multiprocessor, with rope_product.cu, too."""
     if not has_nvrtc():
         pytest.skip("NVRTC is not installed")
     c = Config3(C=1024, NH=8)
-    text = "".join(path.read_text("utf-8") for path in (*c.SOURCES, *swiglu_products.SOURCES))
+    text = "".join(path.read_text("utf-8") for path in (*c.SOURCES, *rope_product.SOURCES))
     log, used, _ = compile_cuda(text, "sm_90a", [
         "-std=c++17", "-DBF16", "-DHOPPER", *c.switches()])
     check("wgmma is not serialized", "serialized" not in log and "warning" not in log)
-    for name in time_kernels.SWIGLU_KERNELS:
+    for name in {*time_kernels.SWIGLU_KERNELS, "matmul_rope"}:
         check(f"{name} spills nothing", used[name].spilled == 0, used[name])
         check(f"{name} fits", blocks_that_fit(
             GPUS["9.0"], used[name], swiglu_products.THREADS, swiglu_products.SHARED) == 1)
