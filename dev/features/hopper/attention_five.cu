@@ -399,7 +399,7 @@ extern "C" __global__ void __launch_bounds__(FIVE_THREADS, 1) attention_backward
     };
     workers_meet();  // no product reads a tile any more
 
-    if (shares > 1) {
+    if (shares > 1) {  // they have neighbouring tickets, so they end at about the same time
         int blocks = (T + B_r - 1) / B_r, of_keys = gridDim.x / (blocks * shares);  // heads
         int share = own.queries.h % GROUP / heads;
         int block = (own.keys.b * (NH / GROUP) + own.queries.h / GROUP) * blocks + own.first / B_r;

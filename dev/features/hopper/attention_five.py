@@ -36,6 +36,7 @@ def five_table(B, T, NH, kept=0):
 
 
 def blocks_of_keys(B, T, NKV):
+    """How many blocks of ROWS keys there are."""
     return B * NKV * ceil_div(T, ROWS)
 
 
@@ -64,10 +65,10 @@ def launch_delta(device, views, lse, out, dout, B, T, NH):
                   views.turns, lse, out, dout, T, NH)
 
 
-def launch_five(device, views, dqkv, qkv, dout, rope, scale, B, T, NH, NKV, shares=None):
+def launch_five(device, views, dqkv, qkv, dout, rope, scale, B, T, NH, NKV):
     """dk and dv, and dq before it is scaled. rope (T,HS): RoPE's table, by which dk is rotated
-    back; or None. shares: see shares_for, which chooses them if they are not given."""
-    shares = shares or shares_for(device, B, T, NH, NKV)
+    back; or None."""
+    shares = shares_for(device, B, T, NH, NKV)
     device.launch("attention_backward_five", shares * blocks_of_keys(B, T, NKV), dqkv, views.dq,
                   views.turns, views.stats, qkv, dout, rope, getattr(views, "kept", None), scale, T,
                   NH, shares, threads=THREADS, shared=SHARED)

@@ -32,8 +32,9 @@ static_assert(2 * (4 * STAGE + 2 * RING * BOX) == 229376 && STAGE <= 2 * RING * 
 // 1/(1 + e^-x). Far to the left e^-x is infinity, and this its limit 0.
 __device__ float sigmoid(float x) { return reciprocal(1.0f + power_of_2(-LOG2_E * x)); }
 
-// Items are pairs of tiles, one below the other, for a cluster's two blocks. Of forward tiles, 96
-// columns are `gap` columns right of the other 96: gap is H.
+// Items are pairs of tiles, one below the other, for a cluster's two blocks. A forward tile is 96
+// columns, and 96 more that begin `gap` columns further right: gate's, H further than up's. (In
+// rope_product.cu they are neighbours.)
 template <bool backward>
 struct Sizes {
     int N, H, C, right, gap;  // right: columns from a tile to the next
