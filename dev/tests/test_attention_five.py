@@ -41,11 +41,11 @@ CXXFLAGS = AS_HOPPER = "-O1 -DHOPPER"
 RACES = "-O1 -DHOPPER -fsanitize=thread"
 A_SIZE = "B=3,T=200,NH=2,NKV=2"  # with 6 heads, of which 4 are done at once
 TWO_BLOCKS = "B=1,T=140,NH=1,NKV=1"  # the second waits for the first
+SHARED = "B=1,T=140,NH=2,NKV=1"  # with shares of its heads
 # Only the race finder sees these: it runs blocks one after another, as threads often do by chance
-A_RACE, NO_FENCE, NO_TURN = FOUND = (
+A_RACE, NO_FENCE, NO_TURN, NO_WAIT = FOUND = (
     "a part is stored before it was read", "a part is added before the copy engine can see it",
-    "a turn is not waited for")
-NO_WAIT = "a share is not waited for"
+    "a turn is not waited for", "a share is not waited for")
 NO_RACE = "nothing, and no race"
 PLANTED = (  # (what is wrong, a place in attention_five.cu, the same with a fault)
     ("nothing", "", ""),
@@ -277,9 +277,9 @@ def plant(i):
     assert not right or text.count(right) == 1, f"{right!r} is there {text.count(right)} times"
     sizes, flags = [A_SIZE, *time_kernels.FIVE_CHECKS], AS_HOPPER
     if what in (*FOUND, NO_RACE):
-        sizes, flags = [TWO_BLOCKS], RACES
-    if what == NO_WAIT:
-        sizes, flags = ["B=1,T=140,NH=4,NKV=1"], RACES
+        sizes, flags = [SHARED if what == NO_WAIT else TWO_BLOCKS], RACES
+    if what == NO_RACE:
+        sizes.append(SHARED)
     with (tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, CXXFLAGS=flags),
           mock.patch.object(time_kernels, "FIVE", (
               attention_five.SOURCES[0], Path(folder) / "attention_five.cu"))):

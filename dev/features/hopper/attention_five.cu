@@ -417,7 +417,10 @@ extern "C" __global__ void __launch_bounds__(FIVE_THREADS, 1) attention_backward
             each_sum(dk, dv, [&](float& x, int i) { sums[i * WORKERS] = x; });
             __threadfence();
             workers_meet();
-            if (threadIdx.x == 0) *summed = share + 1;
+            if (threadIdx.x == 0) {
+                __threadfence();
+                *summed = share + 1;
+            }
             return;
         }
     }
