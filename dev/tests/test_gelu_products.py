@@ -45,7 +45,7 @@ FAULTS = (
      "race"),
     ("TMA does not wait for dfch", "mbarrier_wait(waits.dfch_there[i % RING], done / RING % 2);",
      "", "stuck"),
-    ("dfch does not wait for fch", "mbarrier_wait(waits.fch_there[box % RING], box / RING % 2);",
+    ("dfch does not wait for fch", "mbarrier_wait(waits.fch_there[n % 2][b], box / 12 % 2);",
      "", "dfch"),
     ("rows below the result", "if (r >= sizes.N) continue;", "", "outside"),
     ("columns beyond the result", "if (at.column + 32 * part >= sizes.OC) break;", "", "outside"),
@@ -173,6 +173,22 @@ def test_planted(folder, faults):
         said = (whole(small_device(sources, f"-O1 -DHOPPER {races.FLAG}"), "M=150,C=64")
                 if wish == "race" else whole(small_device(sources)))
         check(what, wish in said if wish in ("stuck", "race") else said == wish, said)
+
+
+def test_slow_warpgroup(folder):
+    """Warpgroup 1 may come to its first box of fch when warpgroup 0 has replaced the first one of
+    its second tile. So no wait may take a box of another tile for its own."""
+    slow = with_fault(gelu_products.SOURCES, "unsigned box = 6 * n;", """unsigned box = 6 * n;
+        for (int i = 0; i < 2 && n == 1; i++) mbarrier_wait(waits.dfch_there[12 % RING], i);""",
+                      folder)
+    said = whole(small_device(slow))
+    check("a slow warpgroup", said == "", said)
+    for old, new in (("[i / 6 % 2][i % 6]", "[i % RING / 6][i % RING % 6]"),
+                     ("[n % 2][b]", "[box % RING / 6][box % RING % 6]"),
+                     ("box / 12 % 2", "box / RING % 2")):
+        slow = with_fault(slow, old, new, folder)
+    said = whole(small_device(slow))
+    check("with an mbarrier for each place in the ring", "stuck" in said, said)
 
 
 def test_no_races():

@@ -85,7 +85,7 @@ struct Waits {
     unsigned long long full[STAGES<backward>],  // a step's operands have arrived
         empty[STAGES<backward>],                // the blocks of the cluster have multiplied them
         my_turn[2],        // a warpgroup may begin: the other one has all its stages
-        fch_there[RING],   // a box of fch has arrived
+        fch_there[2][6],   // a box of fch has arrived, one of six of a warpgroup's tile
         dfch_there[RING];  // all warps have replaced their part of it by dfch
 };
 
@@ -138,7 +138,7 @@ __device__ void exchange_boxes(real* ring, Waits<true>& waits, const Tiles& dfch
         }
         if (i < boxes) {
             TileAt at(first + i / 6 * clusters, sizes);
-            auto& there = waits.fch_there[i % RING];
+            auto& there = waits.fch_there[i / 6 % 2][i % 6];
             copy_box(box, &fch, at.column + i % 6 / 3 * 64, 0, at.row + i % 3 * 64, 0, there);
             mbarrier_arrive(there);
         }
@@ -184,17 +184,22 @@ __device__ int turned_place(int column) {
 
 // dfch, from fch and the product x, whose rows are dfch's columns. A warp replaces its 16 columns
 // of a box of fch by dfch, and loads the next 16 rows of fch before it computes. Sums are of fp32,
-// before dfch is rounded; those of a kernel that reads dfch are 0.2% off, as far as a bf16 is. box:
-// the number of the tile's first.
+// before dfch is rounded; those of a kernel that reads dfch are 0.2% off, as far as a bf16 is. n:
+// the number of this tile among the block's.
+//
+// The other warpgroup may still work on its tile, the one before. So an mbarrier for each place of
+// the ring would not do: who waits knows only a phase's parity, and would take the arrival before
+// the last, of its own tile, for this one, while the last, of the other's, is on its way.
 __device__ void finish_backward(
-    float* sums, const TileResult& x, unsigned item, real* ring, unsigned box, Waits<true>& waits,
+    float* sums, const TileResult& x, unsigned item, real* ring, unsigned n, Waits<true>& waits,
     const Sizes<true>& sizes) {
     float sum[4] = {};
+    unsigned box = 6 * n;
     int place = turned_place(first_row_of_warp());
 #pragma unroll
     for (int b = 0; b < 6; b++, box++) {
         real* rows = ring + box % RING * BOX + place;
-        mbarrier_wait(waits.fch_there[box % RING], box / RING % 2);
+        mbarrier_wait(waits.fch_there[n % 2][b], box / 12 % 2);
         Pair next[4];
         load_matrices_transposed(next, rows);
 #pragma unroll
@@ -238,7 +243,8 @@ __device__ void product_with_gelu(
         for (auto& mbarrier : waits.full) mbarrier_start(mbarrier, 1);
         for (auto& mbarrier : waits.empty) mbarrier_start(mbarrier, 4 * CLUSTER);  // warps
         for (auto& mbarrier : waits.my_turn) mbarrier_start(mbarrier, 4);
-        for (auto& mbarrier : waits.fch_there) mbarrier_start(mbarrier, 1);
+        for (auto& of_group : waits.fch_there)
+            for (auto& mbarrier : of_group) mbarrier_start(mbarrier, 1);
         for (auto& mbarrier : waits.dfch_there) mbarrier_start(mbarrier, 4);
     }
     cluster_sync();
@@ -267,7 +273,7 @@ __device__ void product_with_gelu(
             wait_for_products<0>(x);
             warp_arrives_at_all(waits.empty[(step - 1) % STAGES]);
             if constexpr (backward) {
-                finish_backward(sums, x, first + n * clusters, ring, 6 * n, waits, sizes);
+                finish_backward(sums, x, first + n * clusters, ring, n, waits, sizes);
             } else {
                 finish_forward(out, out_gelu, x, bias, first + n * clusters, sizes);
             }
