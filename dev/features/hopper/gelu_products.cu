@@ -48,6 +48,10 @@ static_assert(2 * (4 * STAGE + RING * BOX) == 229376 && STAGE <= RING * BOX,
 
 // GELU as in kernels.cu, x g with g = 1/(1 + e^(-2u)), without a true division: bf16 hides what the
 // fast one loses. Far to the left e^(-2u) is infinity, and g its limit 0.
+//
+// Only one warp of a scheduler computes GELU. While it waits for 2^x, some 24 clocks, and again for
+// 1/x, other numbers of its lanes have to fill the time. But where a branch does not end a piece of
+// code after a few numbers, the compiler computes one after another, to save registers.
 __device__ float gelu_share(float x) {
     constexpr float factor = -SQRT_8_OVER_PI * LOG2_E;
     return reciprocal(1.0f + power_of_2(x * (factor + 0.044715f * factor * (x * x))));
@@ -196,6 +200,7 @@ __device__ void finish_backward(
     float sum[4] = {};
     unsigned box = 6 * n;
     int place = turned_place(first_row_of_warp());
+    int rows_left = sizes.N - TileAt(forget(item), sizes).row;
 #pragma unroll
     for (int b = 0; b < 6; b++, box++) {
         real* rows = ring + box % RING * BOX + place;
@@ -206,13 +211,13 @@ __device__ void finish_backward(
         for (int k = 0; k < 4; k++) {
             Pair y[4] = {next[0], next[1], next[2], next[3]};
             if (k < 3) load_matrices_transposed(next, rows + (k + 1) * 16 * 64);
+            if (b % 3 * 64 + k * 16 >= rows_left) continue;  // a branch: see gelu_share
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const float* two = two_of(x, b, k, i);
                 float left = two[0] * fast_gelu_derivative(low(y[i]));
                 float right = two[1] * fast_gelu_derivative(high(y[i]));
-                float& all = sum[b / 3 * 2 + i % 2];
-                all = forget(all + (left + right));
+                sum[b / 3 * 2 + i % 2] += left + right;
                 y[i] = pair(left, right);
             }
             store_matrices_transposed(rows + k * 16 * 64, y);
