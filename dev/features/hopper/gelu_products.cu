@@ -129,21 +129,22 @@ __device__ void exchange_boxes(real* ring, Waits<true>& waits, const Tiles& dfch
                                const Sizes<true>& sizes) {
     int clusters = gridDim.x / 2, first = blockIdx.x / 2;
     int boxes = (sizes.items() - first + clusters - 1) / clusters * 6;  // of this block
+    TileAt to(first, sizes), from(first, sizes);
 #pragma unroll 1
     for (int i = 0; i < boxes + RING; i++) {
         real* box = ring + i % RING * BOX;
         if (i >= RING) {
             int done = i - RING;
-            TileAt at(first + done / 6 * clusters, sizes);
+            if (done % 6 == 0) to = TileAt(first + done / 6 * clusters, sizes);
             mbarrier_wait(waits.dfch_there[i % RING], done / RING % 2);
-            store_box(&dfch, at.column + done % 6 / 3 * 64, at.row + done % 3 * 64, box);
+            store_box(&dfch, to.column + done % 6 / 3 * 64, to.row + done % 3 * 64, box);
             stores_commit();
             stores_read();
         }
         if (i < boxes) {
-            TileAt at(first + i / 6 * clusters, sizes);
+            if (i % 6 == 0) from = TileAt(first + i / 6 * clusters, sizes);
             auto& there = waits.fch_there[i / 6 % 2][i % 6];
-            copy_box(box, &fch, at.column + i % 6 / 3 * 64, 0, at.row + i % 3 * 64, 0, there);
+            copy_box(box, &fch, from.column + i % 6 / 3 * 64, 0, from.row + i % 3 * 64, 0, there);
             mbarrier_arrive(there);
         }
     }
@@ -157,24 +158,32 @@ __device__ void finish_forward(real* fch, real* fch_gelu, const TileResult& x, c
     TileAt at(forget(item), sizes);
     int lane = forget(threadIdx.x) % 32;
     int row = at.row + first_row_of_warp() + lane / 4, column = at.column + lane % 4 * 8;
+    using Eight = Stored<4, Pair>;
+    size_t first = (size_t)row * sizes.OC + column;
+    fch += first, fch_gelu += first;
+    Eight next = *reinterpret_cast<const Eight*>(bias + column);
 #pragma unroll
-    for (int part = 0; part < LONG / 32; part++, column += 32) {
-        if (at.column + 32 * part >= sizes.OC) break;
-        auto b = load<8>(bias + column);
+    for (int part = 0; part < LONG; part += 32) {
+        if (at.column + part >= sizes.OC) break;
+        float b[8];
+        for (int i = 0; i < 4; i++)
+            b[2 * i] = forget(low(next.x[i])), b[2 * i + 1] = forget(high(next.x[i]));
+        if (part + 32 < LONG && at.column + part + 32 < sizes.OC)  // L2 is slow: load ahead
+            next = *reinterpret_cast<const Eight*>(bias + column + part + 32);
 #pragma unroll
         for (int eight = 0; eight < 4; eight++) {  // rows 0..7, 8..15, 64..71 and 72..79
-            int r = row + eight / 2 * 64 + eight % 2 * 8;
-            if (r >= sizes.N) continue;
-            Stored<4, Pair> y;
+            int further = eight / 2 * 64 + eight % 2 * 8;
+            if (row + further >= sizes.N) continue;  // a branch: see gelu_share
+            Eight y;
             for (int i = 0; i < 4; i++) {
-                const float (*four)[4] = x.x[0] + eight / 2 * LONG / 8 + part;
+                const float (*four)[4] = x.x[0] + eight / 2 * LONG / 8 + part / 32;
                 int n = i % 2 * 2 * LONG / 32, j = eight % 2 * 2 + i / 2;
                 y.x[i] = pair(four[n][j] + b[2 * i], four[n + LONG / 32][j] + b[2 * i + 1]);
             }
-            size_t to = (size_t)r * sizes.OC + column;
-            *reinterpret_cast<Stored<4, Pair>*>(fch + to) = y;
+            unsigned to = forget(unsigned(sizes.OC)) * further + part;  // not kept in registers
+            *reinterpret_cast<Eight*>(fch + to) = y;
             for (Pair& two : y.x) two = pair(fast_gelu(low(two)), fast_gelu(high(two)));
-            *reinterpret_cast<Stored<4, Pair>*>(fch_gelu + to) = y;
+            *reinterpret_cast<Eight*>(fch_gelu + to) = y;
         }
     }
 }
