@@ -29,8 +29,9 @@ FASTER_TEXT = """Each line adds one thing. The first four are the two files alon
 default run."""
 KERNELS_TEXT = """Kernels launched one by one between two events, right after {before} whole steps,
 so that the clock is that of a step; median of {steps} steps.{whole} A kernel's bytes are those of
-its arrays, each once; what is still in L2 comes faster than the copy. Products (M x N x K) and
-attention are counted in FLOPs, attention's with the scores that it computes again."""
+its arrays, each once, twice where it is read and written; what is still in L2 comes faster than the
+copy. Products (M x N x K) and attention are counted in FLOPs, attention's with the scores that it
+computes again."""
 
 
 def paragraph(text, **values):

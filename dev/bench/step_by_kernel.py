@@ -17,17 +17,25 @@ from train_gpt2 import read_kernels
 SOURCES = [*Config3.SOURCES, *order.SOURCES]
 
 # A kernel's bytes are those of its arrays, each counted once: read if the parameter is const, else
-# written. There are three kinds of exceptions. These arrays are both read and written:
+# written. There are three kinds of exceptions. These arrays are both read and written, and count
+# twice:
 READ_TOO = {
     "encoder_backward_wte.dwte", "layernorm_backward.dresidual", "gelu_backward.dinp",
-    "fused_classifier.logits", "adamw.params", "adamw.low", "adamw.m", "adamw.v",
+    "fused_classifier.logits", "smoothed_classifier.logits", "rmsnorm_backward.dresidual",
+    "rope_forward.qkv", "rope_backward.dqkv", "average_parameters.average",
+    "scale_by_counted.grads", "adamw.params", "adamw.low", "adamw.m", "adamw.v",
     "adamw_bf16.params", "adamw_bf16.low", "adamw_bf16.m", "adamw_bf16.v",
 }
-# Of these arrays the kernel touches only some bytes. a: its arguments by name, its items (along x,
-# along y), and words, the number of distinct tokens in a batch.
+# Of these arrays the kernel touches other bytes than each once: only some, or all of them twice if
+# there is a branch to add. a: its arguments by name, its items (along x, along y), and words, the
+# number of distinct tokens in a batch.
 TOUCHED = {
     "encoder_forward.wte": lambda a: a.words * a.C * a.wte.itemsize,
     "encoder_backward_wte.dwte": lambda a: a.words * a.C * a.dwte.itemsize,
+    "residual_layernorm_forward.x": lambda a: a.x.nbytes * (1 if a.branch is None else 2),
+    "residual_rmsnorm_forward.x": lambda a: a.x.nbytes * (1 if a.branch is None else 2),
+    "rope_forward.qkv": lambda a: a.items[0] * a.qkv.itemsize,
+    "rope_backward.dqkv": lambda a: a.items[0] * a.dqkv.itemsize,
     "layernorm_backward.partials": lambda a: a.items[0] * a.partials[:, 0].nbytes,
     "matmul_backward_bias.partials": lambda a: 4 * a.items[1] * a.OC,
     "add_partials.partials": lambda a: 4 * a.items[1] * a.blocks * a.C,

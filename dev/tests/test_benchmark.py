@@ -218,6 +218,10 @@ def test_work_of_a_step():
     yield "bytes of the norm", table["global_norm"]["work"], 4 * n, 2e-2
     wish = 4 * c.C * (7 + c.maxT + B * T) + 4 * B * T  # words, positions and output; tokens
     yield "bytes of the first layer", table["encoder_forward"]["work"], wish, EXACT
+    numbers = B * T * c.C  # the first norm has no branch to add
+    norms = 2 * c.L + 1
+    wish = 4 * (norms * (3 * numbers + 2 * B * T + 2 * c.C) + (norms - 1) * 2 * numbers)
+    yield "bytes of the norms", table["residual_layernorm_forward"]["work"], wish, EXACT
     check("a launch for each layer", table["attention_forward"]["launches"] == c.L)
     kernel = by_label([("a", "B", 5), ("b", "B", 1), ("a", "B", 7)], [1.0, 9.0, 3.0])[1]
     check("launches of a label",
