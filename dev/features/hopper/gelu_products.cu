@@ -31,10 +31,9 @@
 //     written or read. Forward: fch and fch_gelu. Backward: fch and dfch, each once by threads and
 //     once by TMA. So for C = 768 shared memory is the limit, 10,752 and 11,520 in all, and the
 //     tensor cores can work 86% and 80% of the time;
-//   - GELU: 3,072 of the unit for 2^x and 1/x, 8 for each instruction of a warp. A warp has 2,200
-//     instructions between its products and those of its next tile, 2,850 backward. They are hidden
-//     behind the products of the other warpgroup as long as they take less time: forward, and
-//     backward for C = 1,600, but not for C = 768.
+//   - GELU: 3,072 of the unit for 2^x and 1/x, 8 for each instruction of a warp. A warp has 2,300
+//     instructions between its products and those of its next tile, 2,650 backward. They are hidden
+//     behind the products of the other warpgroup as long as they take no longer than those.
 
 namespace turns::gelu_products {
 
