@@ -302,8 +302,7 @@ def shape_of_five(text, on_gpu):
 # ---- The products with GELU
 
 GELU_KERNELS = {"matmul_gelu", "matmul_dgelu"}
-GELU_CHECKS = ("M=1,C=64", "M=129,C=64", "M=300,C=192", "M=640,C=384,OC=320",
-               "M=1230,C=64,OC=192")
+GELU_CHECKS = ("M=1,C=64", "M=129,C=64", "M=300,C=192", "M=640,C=384,OC=320")
 GELU_SHAPE = "M=65536,C=768"
 
 

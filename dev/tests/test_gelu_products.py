@@ -74,15 +74,6 @@ FAULTS = (
     ("a stage never given back", "if (i > 0) warp_arrives_at_all", "if (i > 1) warp_arrives_at_all",
      "stuck"),
 )
-# The same where the last tiles are halved
-HALVES = "M=1230,C=64,OC=192"
-HALVES_FAULTS = (
-    ("one half twice", "further += item % 2 * 64, item /= 2;", "item /= 2;", "fch"),
-    ("rows of both halves", "if (eight == 2 && at.half) break;", "", "fch"),
-    ("sums of both halves", "if (i == 2 && at.half) break;", "", "sums"),
-    ("boxes of both halves", "if (b == 3 && half) break;", "", "stuck"),
-    ("no second half", "(halved() ? 2 * last() : last())", "last()", "fch"),
-)
 
 
 @pytest.fixture
@@ -179,12 +170,11 @@ def test_planted(folder, faults):
     check("without a fault", whole(small_device()) == "")
     said = whole(small_device(), more_rows=LONG)
     check("rows beyond N", said == "outside", said)
-    for at, planted in (("M=580,C=384,OC=320", FAULTS), (HALVES, HALVES_FAULTS)):
-        for what, old, new, wish in planted[:faults]:
-            sources = with_fault(gelu_products.SOURCES, old, new, folder)
-            said = (whole(small_device(sources, f"-O1 -DHOPPER {races.FLAG}"), "M=150,C=64")
-                    if wish == "race" else whole(small_device(sources), at))
-            check(what, wish in said if wish in ("stuck", "race") else said == wish, said)
+    for what, old, new, wish in FAULTS[:faults]:
+        sources = with_fault(gelu_products.SOURCES, old, new, folder)
+        said = (whole(small_device(sources, f"-O1 -DHOPPER {races.FLAG}"), "M=150,C=64")
+                if wish == "race" else whole(small_device(sources)))
+        check(what, wish in said if wish in ("stuck", "race") else said == wish, said)
 
 
 def test_slow_warpgroup(folder):

@@ -61,9 +61,7 @@ __device__ float fast_gelu_derivative(float x) {
     return g + (xg - xg * g) * (SQRT_8_OVER_PI + 3.0f * 0.044715f * SQRT_8_OVER_PI * (x * x));
 }
 
-// Items are pairs of tiles, one for each of a cluster's two blocks. All clusters have as many. If
-// there is one more for at most half of them, twice as many clusters have half of one more: 64 rows
-// of each block's 128, backward 64 columns.
+// Items are pairs of tiles, one for each of a cluster's two blocks.
 template <bool backward>
 struct Sizes {
     static constexpr int DOWN = backward ? LONG : 2 * HEIGHT;   // rows of a pair
@@ -71,25 +69,14 @@ struct Sizes {
     int N, OC, C;
     __device__ int across() const { return (OC + RIGHT - 1) / RIGHT; }
     __device__ int items() const { return (N + DOWN - 1) / DOWN * across(); }
-    __device__ int clusters() const { return gridDim.x / 2; }
-    __device__ int rounds() const { return items() / clusters(); }
-    __device__ int last() const { return items() % clusters(); }
-    __device__ bool halved() const { return 2 * last() <= clusters(); }
-    __device__ int tiles() const {  // of this block
-        return rounds() + (int(blockIdx.x / 2) < (halved() ? 2 * last() : last()));
-    }
 };
 
-// Where the rows and columns of this block's n-th tile begin, and whether it is half a tile.
+// Where the rows and columns of this block's tile begin.
 struct TileAt {
     int row, column;
-    bool half;
     template <bool backward>
-    __device__ TileAt(int n, const Sizes<backward>& sizes) {
-        int item = blockIdx.x / 2, further = blockIdx.x % 2 * HEIGHT;
-        half = n == sizes.rounds() && sizes.halved();
-        if (half) further += item % 2 * 64, item /= 2;
-        item += n * sizes.clusters();
+    __device__ TileAt(int item, const Sizes<backward>& sizes) {
+        int further = blockIdx.x % 2 * HEIGHT;
         row = item / sizes.across() * sizes.DOWN + (backward ? 0 : further);
         column = item % sizes.across() * sizes.RIGHT + (backward ? further : 0);
     }
@@ -111,8 +98,8 @@ __device__ void load_operands(real* stages, Waits<backward>& waits, const Tiles&
                               const Tiles& w, const Sizes<backward>& sizes) {
     constexpr int STAGES = gelu_products::STAGES<backward>;
     unsigned step = 0, own = blockIdx.x % 2;
-    for (int n = 0, tiles = sizes.tiles(); n < tiles; n++) {
-        TileAt at(n, sizes);
+    for (int item = blockIdx.x / 2; item < sizes.items(); item += gridDim.x / 2) {
+        TileAt at(item, sizes);
 #pragma unroll 1  // registers are few
         for (int c = 0; c < sizes.C; c += 64, step++) {
             real *a = stages + step % STAGES * STAGE, *b = a + 2 * BOX;
@@ -127,7 +114,7 @@ __device__ void load_operands(real* stages, Waits<backward>& waits, const Tiles&
                 else  // row i of each four
                     share_box<LONG / 4>(b + i * LONG / 4 * 64, &w, c, i, at.column / 4, 0, full,
                                         i % 2 == own);
-            for (int i = 0; i < (at.half ? 1 : 2); i++)
+            for (int i = 0; i < 2; i++)
                 if (backward) copy_box(a + i * BOX, &w, at.column + 64 * i, 0, c, 0, full);
                 else copy_box(a + i * BOX, &inp, c, 0, at.row + 64 * i, 0, full);
             mbarrier_arrive(full);
@@ -139,21 +126,22 @@ __device__ void load_operands(real* stages, Waits<backward>& waits, const Tiles&
 // columns, and a tile has three of them one below another, then three more on the right.
 __device__ void exchange_boxes(real* ring, Waits<true>& waits, const Tiles& dfch, const Tiles& fch,
                                const Sizes<true>& sizes) {
-    int tiles = sizes.tiles(), boxes = 6 * tiles - (TileAt(tiles - 1, sizes).half ? 3 : 0);
-    TileAt to(0, sizes), from(0, sizes);
+    int clusters = gridDim.x / 2, first = blockIdx.x / 2;
+    int boxes = (sizes.items() - first + clusters - 1) / clusters * 6;  // of this block
+    TileAt to(first, sizes), from(first, sizes);
 #pragma unroll 1
     for (int i = 0; i < boxes + RING; i++) {
         real* box = ring + i % RING * BOX;
         if (i >= RING) {
             int done = i - RING;
-            if (done % 6 == 0) to = TileAt(done / 6, sizes);
+            if (done % 6 == 0) to = TileAt(first + done / 6 * clusters, sizes);
             mbarrier_wait(waits.dfch_there[i % RING], done / RING % 2);
             store_box(&dfch, to.column + done % 6 / 3 * 64, to.row + done % 3 * 64, box);
             stores_commit();
             stores_read();
         }
         if (i < boxes) {
-            if (i % 6 == 0) from = TileAt(i / 6, sizes);
+            if (i % 6 == 0) from = TileAt(first + i / 6 * clusters, sizes);
             auto& there = waits.fch_there[i / 6 % 2][i % 6];
             copy_box(box, &fch, from.column + i % 6 / 3 * 64, 0, from.row + i % 3 * 64, 0, there);
             mbarrier_arrive(there);
@@ -165,8 +153,8 @@ __device__ void exchange_boxes(real* ring, Waits<true>& waits, const Tiles& dfch
 // fch and its GELU, from the product x. GELU is that of fch as it is stored, rounded. Column
 // 48 n + s of the product is column 4 s + n of the tile.
 __device__ void finish_forward(real* fch, real* fch_gelu, const TileResult& x, const real* bias,
-                               unsigned n, const Sizes<false>& sizes) {
-    TileAt at(forget(n), sizes);
+                               unsigned item, const Sizes<false>& sizes) {
+    TileAt at(forget(item), sizes);
     int lane = forget(threadIdx.x) % 32;
     int row = at.row + first_row_of_warp() + lane / 4, column = at.column + lane % 4 * 8;
     using Eight = Stored<4, Pair>;
@@ -183,7 +171,6 @@ __device__ void finish_forward(real* fch, real* fch_gelu, const TileResult& x, c
             next = *reinterpret_cast<const Eight*>(bias + column + part + 32);
 #pragma unroll
         for (int eight = 0; eight < 4; eight++) {  // rows 0..7, 8..15, 64..71 and 72..79
-            if (eight == 2 && at.half) break;
             int further = eight / 2 * 64 + eight % 2 * 8;
             if (row + further >= sizes.N) continue;  // a branch: see gelu_share
             Eight y;
@@ -216,16 +203,14 @@ __device__ int turned_place(int column) {
 // the ring would not do: who waits knows only a phase's parity, and would take the arrival before
 // the last, of its own tile, for this one, while the last, of the other's, is on its way.
 __device__ void finish_backward(
-    float* sums, const TileResult& x, unsigned n, real* ring, Waits<true>& waits,
+    float* sums, const TileResult& x, unsigned item, real* ring, unsigned n, Waits<true>& waits,
     const Sizes<true>& sizes) {
     float sum[4] = {};
     unsigned box = 6 * n;
     int place = turned_place(first_row_of_warp());
-    int rows_left = sizes.N - TileAt(n, sizes).row;
-    bool half = TileAt(n, sizes).half;
+    int rows_left = sizes.N - TileAt(forget(item), sizes).row;
 #pragma unroll
     for (int b = 0; b < 6; b++, box++) {
-        if (b == 3 && half) break;
         real* rows = ring + box % RING * BOX + place;
         mbarrier_wait(waits.fch_there[n % 2][b], box / 12 % 2);
         Pair next[4];
@@ -248,28 +233,13 @@ __device__ void finish_backward(
         shared_written();
         warp_arrives(waits.dfch_there[box % RING]);
     }
-    TileAt at(forget(n), sizes);
+    TileAt at(forget(item), sizes);
     int lane = forget(threadIdx.x) % 32;
     for (int i = 0; i < 4; i++) {  // two columns of 64, and two of 64 more
-        if (i == 2 && at.half) break;
         int column = at.column + i / 2 * 64 + first_row_of_warp() + lane / 4 + i % 2 * 8;
         float all = quad_sum(sum[i]);
         if (sums && lane % 4 == 0 && column < sizes.OC)
             sums[(size_t)(at.row / LONG) * sizes.OC + column] = all;
-    }
-}
-
-// The product of a tile, or of half a tile, in `steps` stages.
-template <int halves, bool backward>
-__device__ void multiply(TileResult& x, const real* stages, Waits<backward>& waits, unsigned& step,
-                         int steps) {
-    constexpr int STAGES = gelu_products::STAGES<backward>;
-    for (int i = 0; i < steps; i++, step++) {
-        mbarrier_wait(waits.full[step % STAGES], step / STAGES % 2);
-        const real* stage = stages + step % STAGES * STAGE;
-        multiply_stage<false, backward, halves>(x, stage, stage + 2 * BOX, i > 0);
-        wait_for_products<1>(x);  // so the stage before is empty
-        if (i > 0) warp_arrives_at_all(waits.empty[(step - 1) % STAGES]);
     }
 }
 
@@ -300,19 +270,25 @@ __device__ void product_with_gelu(
     } else {
         take_registers<240>();
         int group = __shfl_sync(FULL_WARP, threadIdx.x / 128, 0), steps = sizes.C / 64;
-        for (int n = group, tiles = sizes.tiles(); n < tiles; n += 2) {
+        int first = blockIdx.x / 2, clusters = gridDim.x / 2;
+        for (int n = group; first + n * clusters < sizes.items(); n += 2) {  // tiles of this block
             unsigned step = n * steps;
             TileResult x;
             mbarrier_wait(waits.my_turn[group], (n / 2 + (group == 0)) % 2);  // 0 is first
-            if (TileAt(n, sizes).half) multiply<1>(x, stages, waits, step, steps);
-            else multiply<2>(x, stages, waits, step, steps);
+            for (int i = 0; i < steps; i++, step++) {
+                mbarrier_wait(waits.full[step % STAGES], step / STAGES % 2);
+                const real* stage = stages + step % STAGES * STAGE;
+                multiply_stage<false, backward>(x, stage, stage + 2 * BOX, i > 0);
+                wait_for_products<1>(x);  // so the stage before is empty
+                if (i > 0) warp_arrives_at_all(waits.empty[(step - 1) % STAGES]);
+            }
             warp_arrives(waits.my_turn[forget(unsigned(group)) ^ 1]);  // a register less
             wait_for_products<0>(x);
             warp_arrives_at_all(waits.empty[(step - 1) % STAGES]);
             if constexpr (backward) {
-                finish_backward(sums, x, n, ring, waits, sizes);
+                finish_backward(sums, x, first + n * clusters, ring, n, waits, sizes);
             } else {
-                finish_forward(out, out_gelu, x, bias, n, sizes);
+                finish_forward(out, out_gelu, x, bias, first + n * clusters, sizes);
             }
         }
     }

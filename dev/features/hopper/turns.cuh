@@ -138,9 +138,8 @@ __device__ void warp_arrives_at_all(unsigned long long& mbarrier) {
 __device__ unsigned own_address16(const real* tile) { return address16(tile) % (1 << 14); }
 
 // x = A B of a stage, or with `add` x += A B. A is (HEIGHT,64), or A' (64,HEIGHT) if a_of_rows; B,
-// (64,width) if b_of_rows, else B' (width,64). Both are boxes of 64 rows and 64 columns. With one
-// half, A is (64,64), and so x has only its upper 64 rows.
-template <bool b_of_rows, bool a_of_rows = false, int halves = 2, int columns>
+// (64,width) if b_of_rows, else B' (width,64). Both are boxes of 64 rows and 64 columns.
+template <bool b_of_rows, bool a_of_rows = false, int columns>
 __device__ void multiply_stage(
     Result<columns>& x, const real* of_a, const real* of_b, bool add) {
     constexpr int width = columns / 2;
@@ -150,7 +149,7 @@ __device__ void multiply_stage(
 #pragma unroll
     for (int k = 0; k < 64; k += 16)
 #pragma unroll
-        for (int half = 0; half < halves; half++)
+        for (int half = 0; half < 2; half++)
             wgmma_wide<width, b_of_rows, a_of_rows>(
                 x.x[0] + width / 8 * half,
                 further(a, (half * BOX + (a_of_rows ? k * 64 : k)) / W),
