@@ -21,8 +21,7 @@ from dev.features.checkpoints import json_log, newest, training
 from dev.features.checkpoints.run_folder import RunFolder
 from dev.features.declare import Flag, key_of, stack, trains
 from dev.features.fp8 import fp8, fp8_all, fp8_all_llama, fp8_gelu, fp8_head
-from dev.features.hopper import (
-    attention_five, gelu_products, rope_product, swiglu_products, symmetric)
+from dev.features.hopper import attention_five, gelu_products, swiglu_products, symmetric
 from dev.features.output import go_on_without_output
 from dev.features.ranks import bf16_sums, launch, ranks, zero
 from dev.features.ranks.environment import launched
@@ -41,8 +40,8 @@ FEATURES = [
     recompute.LAYERS, label_smoothing.FEATURE, recompute.HINT, fit.FEATURE, first_run.FEATURE,
     own_sizes.FEATURE, fp8_gelu.FEATURE, fp8_all.FEATURE, fp8_all_llama.FEATURE,
     relu_attention.FEATURE, schedule.FEATURE, shuffled_loader.FEATURE, late_reports.FEATURE,
-    attention_five.FEATURE, gelu_products.FEATURE, swiglu_products.FEATURE, rope_product.FEATURE,
-    fused_biases.FEATURE, products.FEATURE, devices.NO_GRAPH, devices.CPU]
+    attention_five.FEATURE, gelu_products.FEATURE, swiglu_products.FEATURE, fused_biases.FEATURE,
+    products.FEATURE, devices.NO_GRAPH, devices.CPU]
 FLAGS = [flag for feature in FEATURES for flag in feature.flags]
 SOURCES = [*dict.fromkeys(path for feature in FEATURES for each in (feature, *feature.pairs)
                           for path in each.sources)]

@@ -136,7 +136,8 @@ class LlamaLayers:
     def before_attention(self, p, a, branch):
         self.norm_into(a.residual, self.acts.residual[-1], branch, p.ln1w, a.ln1, a.ln1_rstd,
                        a.ln1_inp)
-        self.qkv_forward(p, a)  # (N,C) -> (N,QKV)
+        self.device.matmul(a.qkv, a.ln1, p.qkvw.T)  # (N,C) @ (C,QKV) -> (N,QKV)
+        self.rope("rope_forward", a.qkv)
 
     def after_attention(self, p, a):
         branch = self.acts.branch

@@ -344,18 +344,14 @@ class Llama3(GPT2):
         matmul, branch = self.device.matmul, self.acts.branch
         added = branch if l else None  # what the MLP of the layer before computed
         self.norm_forward(a.ln1, a.ln1_rstd, a.ln1_inp, added, p.ln1w)  # (N,C)
-        self.qkv_forward(p, a)  # (N,C) -> (N,QKV)
+        matmul(a.qkv, a.ln1, p.qkvw.T)  # (N,C) @ (C,QKV) -> (N,QKV)
+        self.rope("rope_forward", a.qkv)  # queries and keys get their positions
         self.attention_forward(a.atty, a.lse, a.qkv)  # (N,QKV) -> (N,C)
         matmul(branch, a.atty, p.attprojw.T)  # (N,C) @ (C,C) -> (N,C)
 
         self.norm_forward(a.ln2, a.ln2_rstd, a.ln2_inp, branch, p.ln2w)  # (N,C)
         self.hidden_forward(p, a)  # (N,C) -> (N,H)
         matmul(branch, a.fch_swiglu, p.fcprojw.T)  # (N,H) @ (H,C) -> (N,C)
-
-    def qkv_forward(self, p, a):
-        """Queries, keys and values. Queries and keys get their positions."""
-        self.device.matmul(a.qkv, a.ln1, p.qkvw.T)  # (N,C) @ (C,QKV) -> (N,QKV)
-        self.rope("rope_forward", a.qkv)
 
     def linear_backward(self, dinp, dweight, dout, inp, weight):
         """As GPT2.linear_backward, without a bias: dweight (OC,C) = dout.T @ inp, and dinp (N,C) =

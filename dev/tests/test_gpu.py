@@ -347,7 +347,7 @@ def test_files_of_a_run(device_name, folder):
             "fp8.cu", "fp8_gelu.cu", "moments.cu",
             "ema.cu", "outliers.cu", "label_smoothing.cu", "fused_biases.cu", "dropout.cu",
             "masked.cu", "kv_cache.cu", "turns.cuh", "muon.cu", "symmetric.cu",
-            "swiglu_products.cu", "rope_product.cu"}
+            "swiglu_products.cu"}
     check("all files were there", files == wish, files ^ wish)
 
 

@@ -19,7 +19,7 @@ from dev.common.nvrtc import compile_cuda, has_nvrtc
 from dev.cpu import races
 from dev.cpu.emulated import Emulated
 from dev.features.dropout import SOURCE as DROPOUT
-from dev.features.hopper import rope_product, swiglu_products
+from dev.features.hopper import swiglu_products
 from dev.lab.bench import BF16_LIMIT
 from dev.lab.formulas import dswiglu, swiglu
 from dev.lab.ladder import parse_sizes
@@ -33,7 +33,7 @@ from train_gpt2 import to_float
 SWITCHES = "-O1 -DHOPPER"
 # What is wrong, in swiglu_products.cu, and what a CPU says or the first wrong result
 FAULTS = (
-    ("gate's rows of w are up's", "(at.column + i / 4 * sizes.gap) / 4", "at.column / 4", "fch"),
+    ("gate's rows of w are up's", "(at.column + i / 4 * sizes.H) / 4", "at.column / 4", "fch"),
     ("the first row of each four again", "&w, c, i % 4,", "&w, c, 0,", "fch"),
     ("gate stored beside up", "(to + sizes.H) = two[1]", "(to + 64) = two[1]", "fch"),
     ("the upper rows again below", "eight / 2 * LONG / 8 + i / 4", "i / 4", "fch"),
@@ -169,7 +169,7 @@ def test_training():
                     ffn_multiplier=(H + 0.5) / 341)
         assert c.H == H
         with mock.patch.dict(os.environ, CXXFLAGS=SWITCHES), contextlib.redirect_stdout(None):
-            device = Emulated("bf16", c, (*rope_product.SOURCES, DROPOUT))
+            device = Emulated("bf16", c, (*swiglu_products.SOURCES, DROPOUT))
         launched, found = [], []
         device.launch = noting(device.launch, launched)
         for kind in (model_class, class_on_gpu):
@@ -178,7 +178,7 @@ def test_training():
             tokens = np.random.default_rng(1).integers(257, size=(2, 2, 1, 64))
             before = len(launched)
             found.append(gradients(model, *tokens))
-        own = {name for name in launched[before:] if "swiglu" in name or "rope_f" in name}
+        own = {name for name in launched[before:] if "swiglu" in name}
         check(f"H={H}: launched", own == ({"matmul_swiglu", "matmul_dswiglu"} if H % 64 == 0 else
                                           {"swiglu_forward", "swiglu_backward"}), own)
         for name, wish in found[0].items():
@@ -186,15 +186,15 @@ def test_training():
 
 
 def test_compiled():
-    """For sm_90a nothing spills, and a block fits a multiprocessor, with rope_product.cu, too."""
+    """For sm_90a nothing spills, and a block fits a multiprocessor."""
     if not has_nvrtc():
         pytest.skip("NVRTC is not installed")
     c = Config3(C=1024, NH=8)
-    text = "".join(path.read_text("utf-8") for path in (*c.SOURCES, *rope_product.SOURCES))
+    text = "".join(path.read_text("utf-8") for path in (*c.SOURCES, *swiglu_products.SOURCES))
     log, used, _ = compile_cuda(text, "sm_90a", [
         "-std=c++17", "-DBF16", "-DHOPPER", *c.switches()])
     check("wgmma is not serialized", "serialized" not in log and "warning" not in log)
-    for name in {*time_kernels.SWIGLU_KERNELS, "matmul_rope"}:
+    for name in time_kernels.SWIGLU_KERNELS:
         check(f"{name} spills nothing", used[name].spilled == 0, used[name])
         check(f"{name} fits", blocks_that_fit(
             GPUS["9.0"], used[name], swiglu_products.THREADS, swiglu_products.SHARED) == 1)

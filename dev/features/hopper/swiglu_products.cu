@@ -32,14 +32,13 @@ static_assert(2 * (4 * STAGE + 2 * RING * BOX) == 229376 && STAGE <= 2 * RING * 
 // 1/(1 + e^-x). Far to the left e^-x is infinity, and this its limit 0.
 __device__ float sigmoid(float x) { return reciprocal(1.0f + power_of_2(-LOG2_E * x)); }
 
-// Items are pairs of tiles, one below the other, for a cluster's two blocks. A forward tile is 96
-// columns, and 96 more that begin `gap` columns further right: gate's, H further than up's. (In
-// rope_product.cu they are neighbours.)
+// Items are pairs of tiles, one below the other, for a cluster's two blocks.
 template <bool backward>
 struct Sizes {
-    int N, H, C, right, gap;  // right: columns from a tile to the next
+    static constexpr int RIGHT = backward ? LONG : LONG / 2;  // the columns of up of a tile
+    int N, H, C;
     __device__ int down() const { return (N + 2 * HEIGHT - 1) / (2 * HEIGHT); }
-    __device__ int across() const { return (H + right - 1) / right; }
+    __device__ int across() const { return (H + RIGHT - 1) / RIGHT; }
     __device__ int items() const { return down() * across(); }
 };
 
@@ -51,7 +50,7 @@ struct TileAt {
         int of_band = TALL * sizes.across(), band = item / of_band, inside = item % of_band;
         int rows = min(TALL, sizes.down() - band * TALL);
         row = ((band * TALL + inside % rows) * 2 + blockIdx.x % 2) * HEIGHT;
-        column = inside / rows * sizes.right;
+        column = inside / rows * sizes.RIGHT;
     }
 };
 
@@ -86,7 +85,7 @@ __device__ void load_operands(real* stages, Waits<backward>& waits, const Tiles&
                               (i + step) % 2 == own);
                 else  // row i % 4 of each four, of up, then of gate
                     share_box<EIGHTH>(b + i * EIGHTH * 64, &w, c, i % 4,
-                                      (at.column + i / 4 * sizes.gap) / 4, 0, full, i % 2 == own);
+                                      (at.column + i / 4 * sizes.H) / 4, 0, full, i % 2 == own);
             for (int i = 0; i < 2; i++) copy_box(a + i * BOX, &inp, c, 0, at.row + 64 * i, 0, full);
             mbarrier_arrive(full);
         }
@@ -206,11 +205,11 @@ __device__ void finish_backward(const TileResult& x, real* ring, unsigned number
     }
 }
 
-// The products of all tiles. finish gets each tile's result, its item, how many tiles the block had
-// before, and the ring. dfch and fch are for the backward pass.
-template <bool backward, class Finish>
-__device__ void multiply_by_turns(const Tiles& inp, const Tiles& w, const Tiles& dfch,
-                                  const Tiles& fch, const Sizes<backward>& sizes, Finish finish) {
+// backward: matmul_dswiglu, else matmul_swiglu, which stores to out and out_swiglu.
+template <bool backward>
+__device__ void product_with_swiglu(const Tiles& dfch, real* out, real* out_swiglu,
+                                    const Tiles& inp, const Tiles& w, const Tiles& fch,
+                                    Sizes<backward> sizes) {
     constexpr int STAGES = swiglu_products::STAGES<backward>;
     DYNAMIC_SHARED(real, stages);
     real* ring = stages + STAGES * STAGE;
@@ -247,7 +246,8 @@ __device__ void multiply_by_turns(const Tiles& inp, const Tiles& w, const Tiles&
             warp_arrives(waits.my_turn[forget(unsigned(group)) ^ 1]);  // a register less
             wait_for_products<0>(x);
             warp_arrives_at_all(waits.empty[(step - 1) % STAGES]);
-            finish(x, first + n * clusters, n, ring, waits);
+            if constexpr (backward) finish_backward(x, ring, 6 * n, waits);
+            else finish_forward(out, out_swiglu, x, first + n * clusters, sizes);
         }
     }
     cluster_sync();  // the other block may still arrive at mbarriers of this one
@@ -269,11 +269,8 @@ BLOCK(384, 1)
 extern "C" __global__ void __launch_bounds__(384, 1) matmul_swiglu(
     real* __restrict__ fch, real* __restrict__ fch_swiglu, const __grid_constant__ Tiles inp,
     const __grid_constant__ Tiles w, int N, int H, int C) {
-    using namespace turns::swiglu_products;
-    Sizes<false> sizes = {N, H, C, LONG / 2, H};
-    multiply_by_turns(inp, w, inp, inp, sizes, [&](const TileResult& x, int item, auto&&...) {
-        finish_forward(fch, fch_swiglu, x, item, sizes);
-    });
+    turns::swiglu_products::product_with_swiglu<false>(
+        inp, fch, fch_swiglu, inp, w, inp, {N, H, C});
 }
 
 // dfch (N,2H), the gradients of up and gate, from dout (N,C), w (C,H) and fch (N,2H). C and H as
@@ -282,10 +279,6 @@ BLOCK(384, 1)
 extern "C" __global__ void __launch_bounds__(384, 1) matmul_dswiglu(
     const __grid_constant__ Tiles dfch, const __grid_constant__ Tiles dout,
     const __grid_constant__ Tiles w, const __grid_constant__ Tiles fch, int N, int H, int C) {
-    using namespace turns::swiglu_products;
-    Sizes<true> sizes = {N, H, C, LONG, 0};
-    multiply_by_turns(dout, w, dfch, fch, sizes,
-                      [&](const TileResult& x, int, int n, real* ring, Waits<true>& waits) {
-        finish_backward(x, ring, 6 * n, waits);
-    });
+    turns::swiglu_products::product_with_swiglu<true>(
+        dfch, nullptr, nullptr, dout, w, fch, {N, H, C});
 }
