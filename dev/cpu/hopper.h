@@ -366,7 +366,7 @@ __device__ void warpgroup_sync(int, int line = __builtin_LINE()) {
     races::take_over(barrier);
 }
 
-// All threads of so many neighbouring warp groups.
+// All threads of some neighbouring warpgroups wait for each other.
 template <int n>
 __device__ void groups_sync(int line) {
     Block& b = *block;

@@ -54,7 +54,7 @@ FAULTS = (
     ("stores that nobody waits for at the end", "    }\n    stores_arrive();", "    }", "dfch"),
     ("the upper part of a tile's rows again", "to.row + done % 3 * 64", "to.row", "dfch"),
     ("fch of the upper part again", "from.row + i % 3 * 64", "from.row", "dfch"),
-    ("no gradient in rows that are not 16", "k * 16 >= rows_left", "k * 16 + 16 > rows_left",
+    ("no gradient in a last part of rows", "k * 16 >= rows_left", "k * 16 + 16 > rows_left",
      "dfch"),
     ("fch not swizzled", "((column / 8 + lane / 8 % 2) ^ lane % 8)", "(column / 8 + lane / 8 % 2)",
      "dfch"),

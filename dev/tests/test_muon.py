@@ -290,9 +290,9 @@ def arrays_of(model, views):
 
 def test_updates(device_name):
     """Three updates with the model's own gradients, within 1e-5 of torch.optim.Muon's and AdamW's;
-    matrices in one batch or in several, with Jordan's coefficients, and PyTorch's class with other
-    ones. (With fewer tokens than C, gradients would have singular values of 0, which each of the
-    two makes rounding errors of.)"""
+    matrices in one batch or in several, with Jordan's coefficients, and with the default's, which
+    PyTorch's class is given. (With fewer tokens than C, gradients would have singular values of 0,
+    which each of the two makes rounding errors of.)"""
     pytest.importorskip("torch")
     rng, place = np.random.default_rng(1), place_of(device_name)
     for c, architecture, convention, room, coefficients in (

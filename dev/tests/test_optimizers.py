@@ -17,7 +17,8 @@ def finish(a_round, losses):
 
 def test_rounds():
     """With --long 1, after the table come seeds of the best setting of each optimizer, and Muon's
-    with fewer steps, each run once; then nothing. The rows of the repository are a whole table."""
+    with fewer steps, each run once; then nothing. The repository's rows have the first two
+    rounds."""
     table = {"adamw": [(1, {}), (2, {}), (3, dict(schedule="wsd"))], "muon": [(4, {}), (5, {})]}
     with mock.patch.multiple(optimizers, LONG=table, LONG_SHARES={"adamw": (1,), "muon": (0.5, 1)}):
         first = optimizers.remaining(600, [], 1)

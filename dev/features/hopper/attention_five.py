@@ -2,7 +2,8 @@
 bf16. attention_five.cu says how.
 
 Three kernels replace the trainer's two: the first sums out * dout in each row, the second
-multiplies, and the third scales and rounds dq, whose parts the second has added up in fp32.
+multiplies, and the third scales and rounds dq, whose parts the second has added up in fp32. With
+RoPE, they also replace rope_backward.
 """
 from pathlib import Path
 
@@ -22,7 +23,8 @@ SHARED = 2 * (2 * ROWS * HS + 4 * TILE * HS + 2 * ROWS * TILE) + 4 * 2 * TILE * 
 
 
 def five_table(B, T, NH, kept=0):
-    """What the kernels need besides the trainer's arrays. kept: blocks of keys that others share.
+    """What the kernels need besides the trainer's arrays. kept: for how many blocks of keys sums of
+    shares are kept.
 
         dq      the sums of its parts, as wgmma leaves them
         stats   lse and delta of a tile's queries
@@ -41,15 +43,16 @@ def blocks_of_keys(B, T, NKV):
 
 
 def most_shared(device):
-    """So many blocks of keys are shared at most."""
+    """With more blocks of keys than this, none is shared."""
     return 2 * device.multiprocessors
 
 
 def shares_for(device, B, T, NH, NKV):
     """How many blocks share the query heads of each block of keys, a divisor of these: the fewest
     that keep all multiprocessors busy to the end, the longest blocks first. Each share costs time,
-    too. On an H100 with 12 heads of queries, 2 of keys and T=1024, us with 1, 2, 3 and 6 shares,
-    and delta and dq: B=4 250, 146, 130, 168; B=8 269, 219, 236, 349; B=16 480, 415, 457, 672."""
+    too. On an H100 with 12 heads of queries, 2 of keys and T=1024, us with delta and dq: B=4
+    with 2, 3 and 6 shares 146, 130 and 168; B=8 with 1, 2 and 3 269, 219 and 236; B=16 with 1 and 2
+    480 and 415."""
     group, blocks = NH // NKV, blocks_of_keys(B, T, NKV)
     if blocks > most_shared(device):
         return 1

@@ -1,8 +1,8 @@
-// What kernels for Hopper share whose two warpgroups take turns: while one multiplies a tile of
-// 128 x 128 or 128 x 192, the other one has its tile in registers, works on it and stores it.
-// gelu_products.cu says how that works. This file is compiled behind kernels.cu and hopper.cuh with
-// -DBF16 -DHOPPER, in front of the files that use it. Each of them may bring it, so it may be there
-// twice.
+// What kernels for Hopper share whose two warpgroups, or two teams of them (fp8_gelu.cu), take turns:
+// while one multiplies a tile of 128 x 128 or 128 x 192, the other one has its tile in registers,
+// works on it and stores it. gelu_products.cu says how that works. This file is compiled behind
+// kernels.cu and hopper.cuh with -DBF16 -DHOPPER, in front of the files that use it. Each of them
+// may bring it, so it may be there twice.
 #ifndef HOPPER_TURNS
 #define HOPPER_TURNS
 static_assert(HOPPER, "compile it with -DBF16 -DHOPPER");
