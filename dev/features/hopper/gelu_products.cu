@@ -272,19 +272,8 @@ __device__ void product_with_gelu(
         int group = __shfl_sync(FULL_WARP, threadIdx.x / 128, 0), steps = sizes.C / 64;
         int first = blockIdx.x / 2, clusters = gridDim.x / 2;
         for (int n = group; first + n * clusters < sizes.items(); n += 2) {  // tiles of this block
-            unsigned step = n * steps;
             TileResult x;
-            mbarrier_wait(waits.my_turn[group], (n / 2 + (group == 0)) % 2);  // 0 is first
-            for (int i = 0; i < steps; i++, step++) {
-                mbarrier_wait(waits.full[step % STAGES], step / STAGES % 2);
-                const real* stage = stages + step % STAGES * STAGE;
-                multiply_stage<false, backward>(x, stage, stage + 2 * BOX, i > 0);
-                wait_for_products<1>(x);  // so the stage before is empty
-                if (i > 0) warp_arrives_at_all(waits.empty[(step - 1) % STAGES]);
-            }
-            warp_arrives(waits.my_turn[forget(unsigned(group)) ^ 1]);  // a register less
-            wait_for_products<0>(x);
-            warp_arrives_at_all(waits.empty[(step - 1) % STAGES]);
+            multiply_in_turn<STAGES, STAGE, false, backward>(x, stages, waits, n, steps, group);
             if constexpr (backward) {
                 finish_backward(sums, x, first + n * clusters, ring, n, waits, sizes);
             } else {

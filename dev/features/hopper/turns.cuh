@@ -157,6 +157,25 @@ __device__ void multiply_stage(
     wgmma_commit();
 }
 
+// x = A B, the product of this block's n-th tile in `steps` stages, when it is the turn of this
+// warpgroup, which is number `group`.
+template <int STAGES, int STAGE, bool b_of_rows, bool a_of_rows, int columns, class Waits>
+__device__ void multiply_in_turn(
+    Result<columns>& x, const real* stages, Waits& waits, int n, int steps, int group) {
+    unsigned step = n * steps;
+    mbarrier_wait(waits.my_turn[group], (n / 2 + (group == 0)) % 2);  // 0 is first
+    for (int i = 0; i < steps; i++, step++) {
+        mbarrier_wait(waits.full[step % STAGES], step / STAGES % 2);
+        const real* stage = stages + step % STAGES * STAGE;
+        multiply_stage<b_of_rows, a_of_rows>(x, stage, stage + 2 * BOX, i > 0);
+        wait_for_products<1>(x);  // so the stage before is empty
+        if (i > 0) warp_arrives_at_all(waits.empty[(step - 1) % STAGES]);
+    }
+    warp_arrives(waits.my_turn[forget(unsigned(group)) ^ 1]);  // a register less
+    wait_for_products<0>(x);
+    warp_arrives_at_all(waits.empty[(step - 1) % STAGES]);
+}
+
 // A warpgroup's result in shared memory is four boxes: two side by side, and two below. A warp has
 // 16 rows of each box. Of these it has, for k = 0..3, columns 16 k .. 16 k + 15 in registers as an
 // A of mma: each lane has four Pairs of neighbouring columns. For load_matrices and store_matrices,
