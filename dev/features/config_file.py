@@ -25,7 +25,7 @@ from prepro_tinyshakespeare import UserError
 def parse(path):
     """{name: value} of a file. Raises UserError."""
     try:
-        text = Path(path).read_text("utf-8")
+        text = Path(path).read_text("utf-8-sig")
         if path.endswith(".json"):
             return json.loads(text)
         import tomllib

@@ -44,6 +44,7 @@ def succeeds(name, *args, **keywords):
 def test_toml(folder):
     """A run by a file is that of the same flags; flags win, and -y 1 knows those of the file."""
     file, output, plain = toml_in(folder, overfit=True, dtype="fp32"), folder / "a", folder / "b"
+    file.write_text(file.read_text(), "utf-8-sig", newline="\r\n")  # as Windows' editors do
     succeeds("by file", "--config", file, "-o", output, "-n", 2)
     succeeds("by flags", "-e", TINY, "-i", folder / "part_train_0.bin", "-j", folder /
              "part_val_0.bin", "-b", 2, "-t", 8, "-x", 3, "-v", 0, "-s", 0, "-l", 1e-2, "--device",
@@ -85,6 +86,7 @@ def test_notes(folder):
                  "-s", 0, "-l", 1e-2, "--device", "cpu", "--label-smoothing", 0.1, "-o", first,
                  program=program)
         notes = first / "run_00000002.json"
+        notes.write_text(notes.read_text(), "utf-8-sig", newline="\r\n")
         succeeds(f"{name} again", "--config", notes, "-o", again, "--device", "cpu",
                  program=program)
         for file in ("model_00000003.bin", "state_00000003_00000.bin", "main.log"):

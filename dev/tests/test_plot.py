@@ -92,7 +92,7 @@ def test_logs(folder):
     named = write(folder / "no \udcff UTF-8 \x1b")
     check("a name that is no text can be drawn", draw([read_run(named)], "steps") and panel(
         [named, folder / "\udcff"], None, 80, 20).encode())
-    crlf = write(folder / "crlf", LOG.replace("\n", "\r\n"))
+    crlf = write(folder / "crlf", "\ufeff" + LOG.replace("\n", "\r\n"))
     check("lines that end as Windows's do", same(read_run(crlf).series, HELD))
     for wish, text in (("has no whole line yet; expected lines such as", ""),
                        ("has no whole line yet", "s:0 tel:3.1"),

@@ -67,7 +67,7 @@ def printable(text):
 
 def read_text(path, what):
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
+        return path.read_text(encoding="utf-8-sig", errors="replace")
     except OSError as e:
         raise UserError(f"{path}: could not be read ({e.strerror}); expected {what}") from None
 
@@ -120,7 +120,7 @@ def read_flags(folder):
     if path is None:
         return {}, ""
     try:
-        flags = dict(json.loads(path.read_text(encoding="utf-8"))["flags"])
+        flags = dict(json.loads(path.read_bytes())["flags"])
         if not (tokens := flags.get("total_batch")) or type(tokens) is int and 1 <= tokens <= LAST:
             return flags, ""
         return {}, f"{path}: ignored, total_batch is {tokens!r:.40}; expected a number of tokens"
