@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import train_gpt2
 from dev.common.config import check_tokens
+from dev.data.documents import cleaned
 from dev.features.order import make_training, read_flags
 from dev.features.sample import Sampling, coins_of, stream
 from dev.features.seams import GPT2
@@ -99,15 +100,16 @@ class Model:
         """A text and its continuation by `count` tokens, as --sample writes it. temperature=0
         always takes the likeliest token. Raises UserError, if the model's words are not known,
         too."""
-        run = self.training
+        run, text = self.training, cleaned(text)
         written = []
         stream(self.model, Sampling.tokens_of(run, text), run.words(), text, count, coins_of(seed),
                temperature, top_k, written.append, top_p, stop)
         return "".join(written)
 
     def encode(self, text):
-        """The token ids (T,) int32 of a text. Raises UserError if the words are not known."""
-        return np.array(self.training.encode(text), np.int32)
+        """The token ids (T,) int32 of a text, cleaned as texts to train on: Windows' line ends
+        become newlines. Raises UserError if the words are not known."""
+        return np.array(self.training.encode(cleaned(text)), np.int32)
 
     def decode(self, tokens):
         """The text of token ids; those that are no known word are shown as <id>."""

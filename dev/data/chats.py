@@ -33,6 +33,7 @@ its own. One that is longer than a row is cut at the row's end, and a line says 
 import functools
 import json
 
+from dev.data.documents import cleaned
 from dev.features.masked import mask_path, write_mask
 from prepro_tinyshakespeare import VAL_TOKENS, UserError, both, call_tiktoken, write_tokens
 
@@ -76,7 +77,7 @@ def check_flags(flags):
 
 
 def conversation_of(content):
-    """[(role, text)] of a line's JSON. Raises ValueError, which says what was found."""
+    """[(role, text)] of a line's JSON, cleaned. Raises ValueError, which says what was found."""
     if not isinstance(content, dict):
         raise ValueError(f"is a {type(content).__name__}")
     if "messages" in content:
@@ -104,7 +105,7 @@ def conversation_of(content):
             raise ValueError(f"{prompts[0]} or {answers[0]} is no text")
     if "assistant" not in dict(found):
         raise ValueError("has no message of an assistant, and so nothing to learn")
-    return found
+    return [(role, cleaned(text)) for role, text in found]
 
 
 def read_conversations(paths):

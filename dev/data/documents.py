@@ -1,9 +1,9 @@
 """Documents of any input: texts, tables, folders of them, and quoted patterns.
 
 A text file is one document, or with `--documents blank-lines` another one begins after each blank
-line. A row of a table is one document. A byte order mark before a document is no part of it, and
-Windows' line ends become newlines. <|endoftext|> in a text ends a document, too: some data sets
-have it between the texts of a file.
+line. A row of a table is one document. <|endoftext|> in a text ends a document, too: some data sets
+have it between the texts of a file. cleaned() is for all text that becomes tokens: documents,
+messages, prompts, and what a model is evaluated on.
 """
 import glob
 import re
@@ -49,9 +49,9 @@ def input_files(inputs):
 
 
 def read_utf8(called, path):
-    """The text of a file, all of it. called: the flag and what it was given. Raises UserError."""
+    """The text of a file, cleaned. called: the flag and what it was given. Raises UserError."""
     try:
-        return Path(path).read_bytes().decode()
+        return cleaned(Path(path).read_bytes().decode())
     except OSError as e:
         raise UserError(f"{called}: could not be read ({e.strerror}); expected a text "
                         "file") from None
@@ -76,7 +76,8 @@ def read_text(path):
 
 
 def cleaned(text):
-    """A document as it is tokenized."""
+    """A text as it is tokenized: without a byte order mark before it, and Windows' line ends are
+    newlines."""
     text = whole(text).removeprefix(BYTE_ORDER_MARK)
     return text.replace("\r\n", "\n").replace("\r", "\n")
 

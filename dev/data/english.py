@@ -24,6 +24,7 @@ import zlib
 from pathlib import Path
 
 from dev.common.flags import parse_flags, split_names
+from dev.data.documents import cleaned
 from prepro_tinyshakespeare import UserError, replace_file, run_main
 
 FOLDERS = [sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "/usr/share/doc",
@@ -90,11 +91,9 @@ def paragraphs(path):
     """A file's paragraphs of prose, with single spaces between words."""
     try:
         content = (gzip.open if path.suffix == ".gz" else open)(path, "rb").read()
-        text = READERS[kind_of(path)](content.decode("utf-8-sig"))
+        text = cleaned(READERS[kind_of(path)](cleaned(content.decode())))
     except (OSError, EOFError, zlib.error, ValueError, SyntaxError, RecursionError, MemoryError):
         return []  # damaged, not UTF-8, Python 2 ...
-    # halves of pairs, of escapes in Python
-    text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return [" ".join(part.split()) for part in re.split(r"\n\s*\n", text) if is_prose(part)]
 
 

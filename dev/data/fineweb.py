@@ -10,7 +10,9 @@ then `python train_gpt2.py -i "data/fineweb10B/fineweb_train_*.bin"`.
 Each document becomes <|endoftext|> and its tokens. All documents, in the files' order, are cut into
 shards of 100 million tokens. The first shard is for validation, the others are for training, and
 the last one is shorter. A document may begin in one shard and end in the next. If all documents fit
-into one shard, a tenth of their tokens is for validation.
+into one shard, a tenth of their tokens is for validation. FineWeb's documents are tokenized as they
+are; those of --input are cleaned first, as in prepro_tinyshakespeare.py: Windows' line ends become
+newlines.
 
 10B downloads 28 GB and writes 21 GB in 104 shards. 100B downloads 277 GB and writes about 200 GB.
 Input files of 2 GB are downloaded when they are needed, and deleted when their tokens are written,
@@ -41,6 +43,7 @@ from typing import NamedTuple
 
 from dev.common.config import count_tokens
 from dev.common.flags import parse_flags
+from dev.data.documents import cleaned
 from dev.data.hub import download, library, list_files
 from dev.data.tables import read_texts, table_files
 from dev.data.vocabulary import Vocabulary, read_vocabulary, vocabulary_bytes, write_vocabulary
@@ -82,14 +85,14 @@ class Place(NamedTuple):
     token: int = 0
 
 
-def read_batches(paths, column, place):
+def read_batches(paths, column, place, clean=False):
     """Batches of documents from a place's row on: (index of the file, index of the first row,
-    texts). The paths begin with the place's file, and are taken one by one as they are read. Raises
-    UserError."""
+    texts). The paths begin with the place's file, and are taken one by one as they are read. clean:
+    whether texts are cleaned. Raises UserError."""
     for file, path in enumerate(paths, place.file):
         texts, size, first = [], 0, place.row if file == place.file else 0
         for row, text in enumerate(read_texts(path, column, first), first):
-            texts.append(text)
+            texts.append(cleaned(text) if clean and text else text)
             size += 1 + len(text or "")
             if size >= BATCH:
                 yield file, first, texts
@@ -246,8 +249,8 @@ def write_shards(folder, name, progress, paths, encoding, workers, forget=lambda
     tqdm, start, path = library("tqdm").tqdm, Place(*progress["place"]), progress_path(folder, name)
     replace_file(path, [json.dumps(progress).encode()])
     sizes = (shard_size(progress, shard) for shard in itertools.count(progress["shards"]))
-    batches = tokenized(read_batches(paths, progress["--column"], start), encoding, workers,
-                        [name for name, _ in progress["files"]])
+    documents = read_batches(paths, progress["--column"], start, progress["source"] == "--input")
+    batches = tokenized(documents, encoding, workers, [name for name, _ in progress["files"]])
     with contextlib.closing(batches), tqdm(unit=" tokens", unit_scale=True, leave=False,
                                            disable=None) as bar:
         bar.reset(shard_size(progress, progress["shards"]))

@@ -5,12 +5,14 @@
 
 A question is the beginning of a text, the context, and four endings; the label says which is real.
 dev/features/hellaswag_score.py describes the file. Endings are tokenized with a space before them,
-and there is no <|endoftext|>. The download is 6 MB, which huggingface_hub keeps in its cache.
+and there is no <|endoftext|>. The download is 6 MB, which huggingface_hub keeps in its cache. It is
+tokenized as it is; questions of --input are cleaned as texts to train on.
 """
 import functools
 from pathlib import Path
 
 from dev.common.flags import parse_flags
+from dev.data.documents import cleaned
 from dev.data.hub import download, list_files
 from dev.data.tables import read_rows, table_files
 from dev.features.file_kinds import checked_header
@@ -28,8 +30,9 @@ FLAGS = [
 ]
 
 
-def read_questions(paths):
-    """(context, endings, label) of each row of these files. Raises UserError with the row."""
+def read_questions(paths, clean=str):
+    """(context, endings, label) of each row of these files, each text as clean(text). Raises
+    UserError with the row."""
     for path in paths:
         found = read_rows(path, ["ctx", "endings", "label"])
         for row, (context, endings, label) in enumerate(found, 1):
@@ -45,7 +48,7 @@ def read_questions(paths):
             if str(label) not in map(str, range(COMPLETIONS)):
                 raise UserError(f"{path}: row {row}: its label is {label!r}; expected one of 0 to "
                                 f"{COMPLETIONS - 1}: of HellaSwag's files, the test set has none")
-            yield context, endings, int(label)
+            yield clean(context), [*map(clean, endings)], int(label)
 
 
 def write_questions(path, questions, encoding):
@@ -82,7 +85,8 @@ def main(arguments=None):
         commit, files = list_files(REPO, "data")
         paths = [download(REPO, name, revision=commit) for name, _ in files
                  if Path(name).name.startswith("validation") and name.endswith(".parquet")]
-    count = write_questions(path, read_questions(paths), encoding)
+    questions = read_questions(paths, cleaned if flags.input else str)
+    count = write_questions(path, questions, encoding)
     print(f"{path}: {count:,} questions")
 
 

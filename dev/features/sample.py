@@ -163,11 +163,11 @@ def for_samples(flags):
 
 
 def read_prompt(flag, text):
-    """The prompt that a flag gives: a text, or the file of "FILE:name". As in texts to train on, a
-    byte order mark is no part of it, and Windows' line ends become newlines. Raises UserError."""
+    """The prompt that a flag gives: a text, or the file of "FILE:name", cleaned as texts to train
+    on. Raises UserError."""
     if not text.startswith("FILE:"):
-        return text
-    return cleaned(read_utf8(f"{flag} {text}", text.removeprefix("FILE:")))
+        return cleaned(text)
+    return read_utf8(f"{flag} {text}", text.removeprefix("FILE:"))
 
 
 class Sampling:

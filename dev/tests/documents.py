@@ -41,6 +41,11 @@ def stream_of(texts):
     return [token for text in texts if text is not None for token in (EOT, *byte_ids(text))]
 
 
+def own(texts):
+    """Texts as they are cleaned, of which none begins with a byte order mark."""
+    return [text and text.replace("\r\n", "\n") for text in texts]
+
+
 def write_jsonl(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 

@@ -74,6 +74,13 @@ def test_forms(folder):
             check(f"{asked}, {said}", found == pair, found)
     path = folder / "chats.jsonl"
     first = json.dumps({"prompt": "Who?", "answer": "I."})
+    asked, said = "\ufeffWho?\r\nSpeak.\r", "I.\n\r\nYes."
+    for form in ({"prompt": asked, "answer": said},
+                 {"messages": [{"role": "user", "content": asked},
+                               {"role": "assistant", "content": said}]}):
+        found = conversation_of(form)
+        check("Windows' line ends", found == [("user", "Who?\nSpeak.\n"),
+                                              ("assistant", "I.\n\nYes.")], found)
     second = json.dumps({"messages": [{"role": role, "content": text}
                                       for role, text in TWO_TURNS]})
     path.write_text(f"\ufeff{first}\r\n\n{second}", "utf-8")
@@ -189,8 +196,9 @@ def test_fine_tuning(device_name, folder, monkeypatch):
 
     asked = [256, *b"User: Number 7?\nAssistant:"]
     with mock.patch.object(sample, "generate", generate):
-        _, text, _ = call("-e", "log", "--sample", "Number 7?", "--answer", "1", *place)
-        check("--sample", (text, given) == ("Number 7?\n It is 7.\n", [asked]), (text, given))
+        _, text, _ = call("-e", "log", "--sample", "\ufeffNumber\r\n7?", "--answer", "1", *place)
+        wish = "Number\n7?\n It is 7.\n", [[256, *b"User: Number\n7?\nAssistant:"]]
+        check("--sample", (text, given) == wish, (text, given))
         given.clear()
         with mock.patch.object(sys, "stdin", mock.Mock(
                 buffer=[b"Number 7?\n"], isatty=lambda: False)):

@@ -216,6 +216,8 @@ def test_prompts(folder):
         found = read_prompt("--sample", f"FILE:{here}")
         check(f"a file, {name}", found == wish, repr(found))
     check("no file", read_prompt("--sample", "file:x") == "file:x")
+    found = read_prompt("--sample", "\ufeffA\r\nB\r")
+    check("a text, Windows", found == "A\nB\n", repr(found))
     here.write_bytes(b"ab\xff")
     for wish, name in (("byte 2 is not UTF-8; expected UTF-8 text", here),
                        (r"could not be read \(No such file or directory\)", folder / "none"),

@@ -42,6 +42,7 @@ def test_english_text(folder):
         (docs / name).write_bytes(text.encode("latin-1"))
     (docs / "j.txt.gz").write_bytes(gzip.compress(f"\ufeff{one} J.\n\n{two}\n{three} J.".encode()))
     (docs / "l.py").write_bytes(f"\ufeff\"\"\"{one} L.\n\n{two} L.\"\"\"\n".encode())
+    (docs / "o.txt").write_bytes(f"{one} O.\r\r{two} O.\r".encode())
     (docs / "k.txt.gz").write_bytes(b"no gzip")
     whole = gzip.compress(f"{one} K.\n\n{two} K.".encode())
     for i, damaged in enumerate((whole[:40] + b"\xff\xff" + whole[42:], whole[:-20], whole[:-8] +
@@ -51,7 +52,8 @@ def test_english_text(folder):
     (docs / "n.py").write_text("x = " + "(" * 3000 + ")" * 3000 + "\n")
     wish = {f"{one}\n\n{two}", f"{three}\n\n{four}", f"{one} One & two.\n\n{two} Bold",
             f"{one} F.\n\n{three} C.", f"{one} M.\n\n{two} M-n", f"{one} J.\n\n{two} {three} J.",
-            f"{one} L.\n\n{two} L.", f"{one} \ufffd M.\n\n{two} \U0001f600 M."}
+            f"{one} L.\n\n{two} L.", f"{one} O.\n\n{two} O.",
+            f"{one} \ufffd M.\n\n{two} \U0001f600 M."}
 
     def gather(*arguments):
         return subprocess.run([sys.executable, "-m", "dev.data.english", *arguments], cwd=folder,
@@ -62,7 +64,7 @@ def test_english_text(folder):
     check("english.py: its documents", set(found) == wish, set(found) ^ wish or "")
     in_order = sorted(wish, key=lambda text: hashlib.sha256(text.encode()).hexdigest())
     check("english.py: their order", found == in_order)
-    line = f"1.jsonl: {len(wish)} documents of {sum(map(len, wish)):,} characters, from 20 files\n"
+    line = f"1.jsonl: {len(wish)} documents of {sum(map(len, wish)):,} characters, from 21 files\n"
     check("english.py: what it says", done.stdout == line, done.stdout + done.stderr)
     gather("docs/man", "docs", "--output", "2.jsonl")
     check("english.py: the same again",

@@ -17,7 +17,8 @@ from dev.tests.checks import EXACT, FIXTURES, TINY, check, fast, words
 from dev.tests.trainings import call
 from dev.tools import convert, evaluate
 
-TEXT = "To be, or not to be: thät is the question.<|endoftext|>Whether 'tis nobler\r\n" * 3
+TEXT = "To be, or not to be: thät is the question.<|endoftext|>Whether 'tis nobler\n" * 3
+WINDOWS = b"\xef\xbb\xbf" + TEXT.replace("\n", "\r\n").encode()  # a file of it
 
 
 class Letters:
@@ -84,8 +85,8 @@ def by_numpy(path, tokens, T, S):
 
 
 def test_against_numpy(folder):
-    """The program on a text of 241 tokens."""
-    (folder / "text.txt").write_bytes(TEXT.encode())
+    """The program on a text of 238 tokens, in a file with Windows' line ends."""
+    (folder / "text.txt").write_bytes(WINDOWS)
     tokens, size = np.array(Letters().encode(TEXT, "all")), len(TEXT.encode())
     for T, S in ((40, 40), (31, 7)):
         found, text = figures("-e", TINY, "--input", folder / "text.txt", "-t", T, "--stride", S,
@@ -122,7 +123,7 @@ def test_against_transformers(folder):
     guide's windows and masked targets. GPT-2, and Llama with and without a head of its own."""
     import torch
     from transformers import AutoModelForCausalLM
-    (folder / "text.txt").write_bytes(TEXT.encode())
+    (folder / "text.txt").write_bytes(WINDOWS)
     ids = torch.tensor([Letters().encode(TEXT, "all")])
     n = ids.shape[1]
     for name in ("gpt2_tiny", "llama_gqa", "llama_tied"):

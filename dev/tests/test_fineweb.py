@@ -21,7 +21,7 @@ from dev.data import fineweb
 from dev.data.tables import read_rows, table_files
 from dev.tests.checks import check, check_refusal, fast
 from dev.tests.documents import (EOT, check_command, command, contents, finish, in_process,
-                                 some_texts, start, stream_of, write_parquet, write_texts)
+                                 own, some_texts, start, stream_of, write_parquet, write_texts)
 from dev.tests.folders import byte_encoding
 from prepro_tinyshakespeare import UserError, gpt2_encoding
 
@@ -202,7 +202,7 @@ def input_folder(folder):
     (folder / "texts").mkdir()
     for name, texts in files.items():
         write_texts(folder / "texts" / name, texts, 20)
-    return stream_of(itertools.chain(*files.values()))
+    return stream_of(own(itertools.chain(*files.values())))
 
 
 FLAGS = "--input", "texts", "--name", "own", "-s", 1000, "--val-tokens", 333
@@ -244,7 +244,7 @@ def test_few_texts(folder):
     for name, count in (("small.jsonl", 40), ("small.parquet", 40), ("twenty.jsonl", 2)):
         texts = ["word"] * 4 if count == 2 else some_texts(count, 3)
         write_texts(folder / name, texts, 3)
-        stream, out = stream_of(texts), folder / f"of {name}"
+        stream, out = stream_of(own(texts)), folder / f"of {name}"
         total, stem = len(stream), name.split(".")[0]
         wish = shards_of(stream, stem, total // 10, total)
         result = command("fineweb", folder, "--input", name, "--output", out)
@@ -376,7 +376,7 @@ def test_vocabulary(folder):
         pytest.skip(f"GPT-2's words: {e}")
     texts = [text for text in some_texts(50, 1) if text is not None]
     write_texts(folder / "a.jsonl", texts)
-    stream = [token for text in texts for token in (EOT,
+    stream = [token for text in own(texts) for token in (EOT,
                                                     *encoding.encode(text, disallowed_special=()))]
     subprocess.run([sys.executable, "-m", "dev.data.fineweb", "--input", "a.jsonl", "--output",
                     "out", "-s", "200"], cwd=folder, check=True, capture_output=True)

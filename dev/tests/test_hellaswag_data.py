@@ -55,6 +55,11 @@ def test_questions(folder):
         check_refusal("hellaswag.py", r"Rowan/hellaswag, data: the hub has no such thing \(404\)",
                       in_process, hellaswag, "--output", folder / "other.bin")
     check(f"{out.name}", out.read_bytes() == wish)
+    rows = some_rows(folder)
+    write_jsonl(folder / "crlf.jsonl", [row | {"ctx": f"\ufeff{row['ctx']}\r\n"} for row in rows])
+    in_process(hellaswag, "--input", folder / "crlf.jsonl", "--output", folder / "crlf.bin")
+    check("Windows' line ends", (folder / "crlf.bin").read_bytes() == file_of(
+        [example_of(row | {"ctx": f"{row['ctx']}\n"}) for row in rows]))
     for name in ("val.jsonl", "val.parquet"):
         in_process(hellaswag, "--input", folder / name, "--output", folder / f"{name}.bin")
         check(name, (folder / f"{name}.bin").read_bytes() == wish)

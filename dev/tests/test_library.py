@@ -127,6 +127,9 @@ def test_train(device_name, folder):
     tokens = model.encode("H\u00e9")
     check("words are bytes", bytes(tokens.tolist()) == "H\u00e9".encode(), tokens)
     check("and back", model.decode(tokens) == "H\u00e9")
+    check("Windows' text", model.decode(model.encode("\ufeffH\r\no\r")) == "H\no\n")
+    text = model.generate("H\r\no", 0)
+    check("Windows' prompt", text == "H\no", repr(text))
     text, greedy = model.generate("How ", 4, temperature=0), [*b"How "]
     for _ in range(4):
         greedy.append(int(model.logits(greedy)[0, -1].argmax()))

@@ -115,7 +115,7 @@ def test_files(folder):
     Llama's token files can both be read."""
     text = "the abc\n\nabc <|end_of_text|> 123\n\n" * 20
     (folder / "tokenizer.json").write_bytes(tokenizer_json())
-    (folder / "book.txt").write_text(text)
+    (folder / "book.txt").write_text(text, "utf-8-sig", newline="\r\n")
     tokens.encoding.cache_clear()
     arguments, out = ["tokens.py", "--input", "book.txt", "--name", "a_book", "--documents",
                       "blank-lines"], io.StringIO()
