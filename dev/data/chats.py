@@ -237,16 +237,22 @@ def rows_of(conversations, T, filler, together=True):
     return tokens, mask, cut
 
 
-def write_rows(pattern, tokens, mask, dtype="<u2", **kind):
-    """Write rows (rows,T) as the two token files of a pattern, each with its mask: the first tenth,
-    of at most 32,768 tokens but at least one row, is for validation. One more token, the first of
-    the file, ends a file, since the loader wants a target for the last. Raises UserError."""
-    count, T = tokens.shape
+def parts_of(count, T):
+    """The slices of `count` rows of T tokens for training and for validation: the latter is the
+    first tenth, of at most 32,768 tokens but at least one row. Raises UserError."""
     if count < 2:
         raise UserError(f"the conversations fill {count} row of {T} tokens; expected at least two, "
                         "one of which is for validation: a smaller --row, or more conversations")
     val = max(1, min(count // 10, VAL_TOKENS // T))
-    for path, part in zip(both(pattern), (slice(val, None), slice(val))):
+    return slice(val, None), slice(val)
+
+
+def write_rows(pattern, tokens, mask, dtype="<u2", **kind):
+    """Write rows (rows,T) as the two token files of a pattern, each with its mask. One more token,
+    the first of the file, ends a file, since the loader wants a target for the last. Raises
+    UserError."""
+    T = tokens.shape[1]
+    for path, part in zip(both(pattern), parts_of(*tokens.shape)):
         ids = np.append(tokens[part], tokens[0, 0]).astype(dtype)
         # The mask first: if this is interrupted, it does not fit the tokens, which is an error.
         write_mask(path, ids, np.append(mask[part], False), T)
@@ -259,15 +265,22 @@ def remove_masks(pattern):
         mask_path(path).unlink(missing_ok=True)
 
 
-def prepare(conversations, template, flags, pattern, **kind):
-    """Write conversations, [(role, text)] each, as the flags say: a line tells how many, and how
-    much of their tokens counts. kind: see write_rows. Raises UserError."""
+def prepare(conversations, template, flags):
+    """(tokens (rows,T), whether each counts (rows,T)) of conversations, [(role, text)] each, as the
+    flags say: a line tells how many, and how much of their tokens counts. Raises UserError, also if
+    nothing counts in a part."""
     found = [tokens_of_conversation(template, messages) for messages in conversations]
     tokens, mask, cut = rows_of(found, flags.row, template.begin()[0], flags.pack)
     print(f"{len(found):,} conversations in {len(tokens):,} rows of {flags.row} tokens (--row): "
           f"{mask.mean():.0%} of the tokens count, "
           f"{1 - sum(len(ids[: flags.row]) for ids, _ in found) / tokens.size:.0%} fill rows")
+    lost = sum(not any(counts[: flags.row]) for _, counts in found)
     if cut:
-        print(f"WARNING: longer than a row, and cut at its end: {cut:,} conversations; expected a "
-              "larger --row")
-    write_rows(pattern, tokens, mask, **kind)
+        print(f"WARNING: longer than a row, and cut at its end: {cut:,} conversations; {lost:,} of "
+              "them lost their whole answer; expected a larger --row")
+    for name, part in zip(("training", "validation"), parts_of(*tokens.shape)):
+        if not mask[part].any():
+            raise UserError(f"no token counts in the rows for {name}: {lost:,} of {len(found):,} "
+                            f"conversations lost their whole answer at the end of a row of "
+                            f"{flags.row} tokens; expected a larger --row")
+    return tokens, mask

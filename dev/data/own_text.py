@@ -88,9 +88,9 @@ def main(arguments=None):
     if flags.chat:
         conversations = chats.read_conversations(input_files(flags.input))
         vocabulary = given or vocabulary_of(flags.vocab, chats.texts_of(conversations))
+        rows = chats.prepare(conversations, chats.template_of_vocabulary(vocabulary), flags)
         begin_set(pattern, vocabulary if own else None)
-        return chats.prepare(conversations, chats.template_of_vocabulary(vocabulary), flags,
-                             pattern)
+        return chats.write_rows(pattern, *rows)
     texts, units = documents_of(flags)
     vocabulary = given or vocabulary_of(flags.vocab, texts)
     tokens = tokens_of(texts, vocabulary)

@@ -216,7 +216,8 @@ class MaskedTraining:
         total = super().total_loss(noted())
         if not sum(counted):
             raise UserError(f"{self.val_path}: none of the {sum(sizes):,} targets of a validation "
-                            "counts; expected another -j, a larger -m, or -v 0")
+                            "counts; expected another -j (with a larger --row, if conversations "
+                            "were cut), a larger -m, or -v 0")
         return total * sum(sizes) / sum(counted)
 
     def report(self, queued, verdict):

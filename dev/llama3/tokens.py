@@ -151,7 +151,7 @@ def main():
     if flags.chat:
         conversations = chats.read_conversations(input_files(flags.input))
         template = chats.template_of_encoding(words)
-        return chats.prepare(conversations, template, flags, pattern, **kind)
+        return chats.write_rows(pattern, *chats.prepare(conversations, template, flags), **kind)
     texts, units = documents_of(flags)
     print(said(units))
     [begin] = words.encode(border(words), allowed_special="all")

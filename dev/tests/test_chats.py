@@ -1,5 +1,7 @@
 """Test conversations: their JSON lines, templates, rows and files, and a fine-tuning on them with
 answers at its end."""
+import contextlib
+import io
 import json
 import sys
 from unittest import mock
@@ -72,8 +74,6 @@ def test_forms(folder):
         for said in chats.ANSWERS:
             found = conversation_of({asked: "Who?", said: "I.", "id": 7})
             check(f"{asked}, {said}", found == pair, found)
-    path = folder / "chats.jsonl"
-    first = json.dumps({"prompt": "Who?", "answer": "I."})
     asked, said = "\ufeffWho?\r\nSpeak.\r", "I.\n\r\nYes."
     for form in ({"prompt": asked, "answer": said},
                  {"messages": [{"role": "user", "content": asked},
@@ -81,6 +81,8 @@ def test_forms(folder):
         found = conversation_of(form)
         check("Windows' line ends", found == [("user", "Who?\nSpeak.\n"),
                                               ("assistant", "I.\n\nYes.")], found)
+    path = folder / "chats.jsonl"
+    first = json.dumps({"prompt": "Who?", "answer": "I."})
     second = json.dumps({"messages": [{"role": role, "content": text}
                                       for role, text in TWO_TURNS]})
     path.write_text(f"\ufeff{first}\r\n\n{second}", "utf-8")
@@ -162,6 +164,7 @@ def test_files(folder, monkeypatch):
     check("Llama: what counts", bytes(data[:64][mask[:64]][:-1].astype(np.uint8)) == b"It is 0."
           and data[:64][mask[:64]][-1] == 259, data[:64])
     check("Llama: <|begin_of_text|> fills a row", data[63] == 256 and not mask[63], data[63])
+    check_lost(folder)
     for arguments, wish in ((("--chat",), "--chat: expected --input too"),
                             (("--input", "chats.jsonl", "--chat", "--documents", "rows"),
                              "a conversation is a line, .* expected no --documents"),
@@ -175,6 +178,26 @@ def test_files(folder, monkeypatch):
                             (("--input", "chats.jsonl", "--chat", "--vocab", "bytes", "--row",
                               4000), "fill 1 row of 4000 tokens; expected at least two")):
         check_refusal(wish, wish, prepare, own_text, *arguments)
+
+
+def check_lost(folder):
+    """Rows that cut some answers, or all of a part: nothing is written then."""
+    lines = (folder / "chats.jsonl").read_text().split("\n")
+    long, half = (json.dumps({"prompt": "x" * a, "answer": "y" * b}) for a, b in ((90, 2), (9, 90)))
+    for name, given, row, wish in (
+            ("lost", lines, 20, "training: 40 of 40 conversations lost .* 20 tokens"),
+            ("first", [long, half, *lines[:16]], 80,
+             "validation: 1 of 18 conversations lost .* 80 tokens")):
+        (folder / f"{name}.jsonl").write_text("\n".join(given))
+        check_refusal(name, f"no token counts in the rows for {wish}; expected a larger --row",
+                      prepare, own_text, "--input", f"{name}.jsonl", "--chat", "--vocab", "bytes",
+                      "--row", row)
+        check(f"{name}: nothing is written", not (folder / "data" / name).exists())
+    (folder / "some.jsonl").write_text("\n".join([*lines, long, half, long]))
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        prepare(own_text, "--input", "some.jsonl", "--chat", "--vocab", "bytes", "--row", 80)
+    check("some are lost", "cut at its end: 3 conversations; 2 of them lost their whole answer; "
+          "expected a larger --row\n" in out.getvalue(), out.getvalue())
 
 
 def test_fine_tuning(device_name, folder, monkeypatch):
