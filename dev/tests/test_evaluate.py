@@ -131,23 +131,27 @@ def test_against_transformers(folder):
         with contextlib.redirect_stdout(None):
             convert.checkpoint_to_folder(path, folder / name)
         model = AutoModelForCausalLM.from_pretrained(folder / name, local_files_only=True)
-        T, S = 40, 11
-        total, counted, previous = 0.0, 0, 0
-        for begin in range(0, n, S):
-            end = min(begin + T, n)
-            inputs = ids[:, begin:end]
-            targets = inputs.clone()
-            targets[:, : -(end - previous)] = -100
-            with torch.no_grad():
-                loss = model(inputs, labels=targets).loss.double()
-            count = int((targets[:, 1:] != -100).sum())
-            total, counted, previous = total + float(loss) * count, counted + count, end
-            if end == n:
-                break
-        found, _ = figures("-e", path, "--input", folder / "text.txt", "-t", T, "--stride", S)
-        check(f"{name}: tokens", found[1] == counted == n - 1, found[1])
-        apart = abs(found[0] - total / counted)
-        check(f"{name}: loss", apart < 1e-5, f"{found[0]}, transformers {total / counted}")
+        T = 40
+        for S in (11, T):
+            total, counted, previous, windows = 0.0, 0, 0, 0
+            for begin in range(0, n, S):
+                end = min(begin + T, n)
+                inputs = ids[:, begin:end]
+                targets = inputs.clone()
+                targets[:, : -(end - previous)] = -100
+                with torch.no_grad():
+                    loss = model(inputs, labels=targets).loss.double()
+                count = int((targets[:, 1:] != -100).sum())
+                total, counted, previous = total + float(loss) * count, counted + count, end
+                windows += 1
+                if end == n:
+                    break
+            found, _ = figures("-e", path, "--input", folder / "text.txt", "-t", T, "--stride", S)
+            left_out = 1 if S < T else windows  # by the guide
+            check(f"{name} S={S}: tokens", found[1] == n - 1 == counted + left_out - 1, found[1])
+            apart = abs(found[0] - total / counted)
+            check(f"{name} S={S}: loss", (apart < 1e-5) == (S < T),
+                  f"{found[0]}, transformers {total / counted}")
 
 
 def test_losses_of_batches():
