@@ -36,7 +36,8 @@ class UserError(Exception):
 
 
 def run_main(main):
-    """Run a program: main() returns the exit status. An error prints one line and exits with 1."""
+    """Run a program: main() returns the exit status. An error prints one line and exits with 1,
+    Ctrl-C with 130."""
     open_streams()
     try:
         status = main()
@@ -49,7 +50,7 @@ def run_main(main):
         status = (f"error: this needs {e.name.replace('.', '/')}, which is missing beside "
                   "train_gpt2.py: restore it")
     except KeyboardInterrupt:
-        status = "interrupted"
+        leave("interrupted", 130)
     except SystemExit as e:
         status = e.code
     leave(status)
@@ -69,8 +70,8 @@ def open_streams():
         stream.reconfigure(errors="backslashreplace")  # for letters that its encoding lacks
 
 
-def leave(status):
-    """Exit. A message is printed, and is the status 1."""
+def leave(status, failed=1):
+    """Exit. A message is printed, and is the status `failed`."""
     for stream, line in ((sys.stdout, ""), (sys.stderr, f"{status}\n")):
         try:
             stream.write(line if isinstance(status, str) else "")
@@ -78,7 +79,7 @@ def leave(status):
         except OSError:  # Python would try again, and exit with 120
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
             status = status or 1
-    sys.exit(1 if isinstance(status, str) else status)
+    sys.exit(failed if isinstance(status, str) else status)
 
 
 def make_header(magic, *fields):

@@ -18,8 +18,8 @@ import prepro_tinyshakespeare as prepro
 from dev.common.flags import parse_flags
 from dev.data import chats
 from dev.data.documents import FLAGS as DOCUMENTS, documents_of, input_files, name_of, said
-from dev.data.vocabulary import (BYTES, MOST, read_vocabulary, tokenizer_path, vocabulary_bytes,
-                                 vocabulary_of, write_vocabulary)
+from dev.data.vocabulary import (BYTES, MOST, interruptible, read_vocabulary, tokenizer_path,
+                                 vocabulary_bytes, vocabulary_of, write_vocabulary)
 from prepro_tinyshakespeare import UserError, both, val_count, write_parts
 
 import numpy as np  # after prepro_tinyshakespeare, which sets how its threads wait
@@ -93,6 +93,6 @@ def main(arguments=None):
         return chats.write_rows(pattern, *rows)
     texts, units = documents_of(flags)
     vocabulary = given or vocabulary_of(flags.vocab, texts)
-    tokens = tokens_of(texts, vocabulary)
+    tokens = interruptible(tokens_of, texts, vocabulary)
     print(said(units))
     write_set(pattern, tokens, vocabulary if own else None)

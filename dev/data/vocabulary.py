@@ -13,7 +13,11 @@ N words   The 256 bytes, then words that byte-pair encoding joins of earlier one
 <|endoftext|> is the last word, so that the trainer's samples begin with it.
 """
 import functools
+import os
 import re
+import sys
+import threading
+from concurrent.futures import Future
 from pathlib import Path
 
 from dev.data.hub import library
@@ -32,6 +36,8 @@ PRINTING = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]  # byte
 END = END_OF_TEXT.encode()
 MOST = 50257  # words, as GPT-2: with more, the trainer's samples would not begin with the last
 LONGEST = 255  # bytes of a word, since its length is a byte
+# To join a pair takes the longer, the longer the piece is that it stands in: pieces are cut here.
+LONG = re.compile(r"\S{1000}|\s{1000}")
 # How GPT-2 splits a text into pieces that are tokenized one by one, as tiktoken writes it: without
 # backtracking, which overflows at a million spaces
 PATTERN = (r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s")
@@ -228,6 +234,25 @@ def character_vocabulary(texts):
     return Vocabulary([*(c.encode() for c in found), END], len(found))
 
 
+def interruptible(function, *args):
+    """function(*args), which may spend minutes in Rust code that does not notice Ctrl-C: another
+    thread calls it, and Ctrl-C ends the program. Nothing may be half done then, such as a file."""
+    found = Future()
+
+    def run():
+        try:
+            found.set_result(function(*args))
+        except BaseException as e:
+            found.set_exception(e)
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        return found.result()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr, flush=True)
+        os._exit(130)  # as a shell says it; sys.exit() would wait for the thread, or crash it
+
+
 def joined_vocabulary(count, texts):
     """The words of a byte-pair encoding of `count` words, which the tokenizers library learns from
     the texts. Raises UserError if they have not enough different pairs."""
@@ -235,8 +260,11 @@ def joined_vocabulary(count, texts):
     byte_of = {letter: b for b, letter in letters().items()}
     learner = tokenizers.Tokenizer(tokenizers.models.BPE())
     learner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    learner.train_from_iterator(
-        (part for text in texts for part in text.split(END_OF_TEXT)),
+    print(f"learning {count:,} words from {sum(map(len, texts)):,} characters", flush=True)
+    interruptible(
+        learner.train_from_iterator,
+        (piece for text in texts
+         for piece in LONG.sub(rf"\g<0>{END_OF_TEXT}", text).split(END_OF_TEXT)),
         tokenizers.trainers.BpeTrainer(vocab_size=count - 1, show_progress=False,
                                        initial_alphabet=[*byte_of], max_token_length=LONGEST))
     ids = learner.get_vocab()

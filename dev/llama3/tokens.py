@@ -19,7 +19,7 @@ from pathlib import Path
 from dev.common.flags import parse_flags
 from dev.data import chats
 from dev.data.documents import FLAGS as DOCUMENTS, documents_of, input_files, name_of, said
-from dev.data.vocabulary import letters
+from dev.data.vocabulary import interruptible, letters
 from dev.features.tokenizer import words_of
 from prepro_tinyshakespeare import (BYTE_ORDER_MARK, END_OF_TEXT, UserError, call_tiktoken,
                                     gpt2_encoding, run_main, write_parts)
@@ -155,8 +155,8 @@ def main():
     texts, units = documents_of(flags)
     print(said(units))
     [begin] = words.encode(border(words), allowed_special="all")
-    tokens = [token for text in texts
-              for token in (begin, *call_tiktoken(words.encode_ordinary, text))]
+    tokens = interruptible(lambda: [token for text in texts for token in (
+        begin, *call_tiktoken(words.encode_ordinary, text))])
     write_parts(tokens, pattern, **kind)
     chats.remove_masks(pattern)
 

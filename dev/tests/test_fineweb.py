@@ -294,7 +294,7 @@ def test_kills(folder):
     process.stdout.readline()
     os.killpg(process.pid, signal.SIGINT)  # its workers get it, too, as from a terminal
     code, _, err = finish(process)
-    check("Ctrl-C", (code, err) == (1, "interrupted\n"), f"{code}, {err!r}")
+    check("Ctrl-C", (code, err) == (130, "interrupted\n"), f"{code}, {err!r}")
     code, _, err = command("fineweb", folder, *flags, "--output", folder / "again")
     check("after Ctrl-C", code == 0 and contents(folder / "again") == wish, err)
 

@@ -5,12 +5,16 @@ models. No network is needed.
 import contextlib
 import csv
 import io
+import itertools
 import json
 import os
+import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 import urllib.error
 from pathlib import Path
 from unittest import mock
@@ -101,6 +105,46 @@ def test_contents(folder):
                                                                              256)):
         program(folder, "--input", "small.txt", "--name", "260")
     check("GPT-2's words in its place", not (folder / "data/260/260_tokenizer.bin").exists())
+
+
+INTERRUPTED = """
+import re, sys
+import prepro_tinyshakespeare as prepro
+from dev.data import vocabulary
+vocabulary.LONG = re.compile("(?!)")  # takes minutes
+sys.argv = ["prepro", "--input", "acgt.txt", "--vocab", "4096"]
+prepro.run_main(prepro.main)
+"""
+
+
+def test_learning(folder):
+    """A text without spaces is learned from in pieces of 1,000 characters, and one with spaces as a
+    whole. Ctrl-C ends what cannot be told to stop."""
+    draw = random.Random(1)
+    text = "".join(draw.choices("ACGT", k=300_000))
+    for name, long in (("letters", text[:2500]), ("spaces", text[:5] + " " * 2400 + text[:5] * 19)):
+        at = [0, *(1000 * i + 5 * (name == "spaces") for i in (1, 2)), len(long)]
+        cut = [long[begin:end] for begin, end in itertools.pairwise(at)]
+        found, wish = (vocabulary.joined_vocabulary(265, each).words for each in ([long], cut))
+        check(f"{name}: cut", found == wish, set(found) ^ set(wish))
+    found = vocabulary.joined_vocabulary(300, [SPOKEN * 30]).words
+    with mock.patch.object(vocabulary, "LONG", re.compile("(?!)")):
+        wish = vocabulary.joined_vocabulary(300, [SPOKEN * 30]).words
+    check("words: as they are", found == wish, set(found) ^ set(wish))
+    (folder / "acgt.txt").write_text(text)
+    process = subprocess.Popen([sys.executable, "-c", INTERRUPTED], cwd=folder, text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=lambda:
+                               signal.signal(signal.SIGINT, signal.SIG_DFL))
+    line = process.stdout.readline()
+    check("it says so", line == "learning 4,096 words from 300,000 characters\n", line)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    try:
+        found = process.communicate(timeout=10), process.returncode
+    finally:
+        process.kill()
+    check("Ctrl-C", found == (("", "interrupted\n"), 130), found)
+    check("Ctrl-C: no file", not (folder / "data").exists())
 
 
 def tokens_for(text, words):
