@@ -5,7 +5,6 @@ models. No network is needed.
 import contextlib
 import csv
 import io
-import itertools
 import json
 import os
 import random
@@ -122,15 +121,15 @@ def test_learning(folder):
     whole. Ctrl-C ends what cannot be told to stop."""
     draw = random.Random(1)
     text = "".join(draw.choices("ACGT", k=300_000))
-    for name, long in (("letters", text[:2500]), ("spaces", text[:5] + " " * 2400 + text[:5] * 19)):
-        at = [0, *(1000 * i + 5 * (name == "spaces") for i in (1, 2)), len(long)]
-        cut = [long[begin:end] for begin, end in itertools.pairwise(at)]
-        found, wish = (vocabulary.joined_vocabulary(265, each).words for each in ([long], cut))
-        check(f"{name}: cut", found == wish, set(found) ^ set(wish))
-    found = vocabulary.joined_vocabulary(300, [SPOKEN * 30]).words
-    with mock.patch.object(vocabulary, "LONG", re.compile("(?!)")):
-        wish = vocabulary.joined_vocabulary(300, [SPOKEN * 30]).words
-    check("words: as they are", found == wish, set(found) ^ set(wish))
+    for name, given, wish in (("letters", text[:2500], [1000, 1000, 500]),
+                              ("spaces", f"letters{' ' * 2400}x", [1007, 1000, 401]),
+                              ("words", SPOKEN * 30, [30 * len(SPOKEN)])):
+        learned = []
+        with mock.patch.object(vocabulary, "interruptible",
+                               lambda learn, pieces, *more, to=learned: to.extend(pieces)):
+            check_refusal(name, "for 257 words only", vocabulary.joined_vocabulary, 258, [given])
+        check(f"{name}: pieces", [*map(len, learned)] == wish and "".join(learned) == given,
+              [*map(len, learned)])
     (folder / "acgt.txt").write_text(text)
     process = subprocess.Popen([sys.executable, "-c", INTERRUPTED], cwd=folder, text=True,
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=lambda:
