@@ -1237,14 +1237,14 @@ def generate(model, count):
 # ---- Flags and main
 
 
-def number(kind, least, below=math.inf):
-    """The type of a flag: an int or a float, least <= x < below."""
+def number(kind, least, top=math.inf):
+    """The type of a flag: an int or a float, least <= x < top."""
     def convert(text):
-        if not least <= kind(text) < below:
-            upper = "" if below == math.inf else f" and below {below}"
-            raise argparse.ArgumentTypeError(f"{text}: expected at least {least}{upper}")
+        if not least <= kind(text) < top:
+            end = f" and below {top}" if top < math.inf else " and finite" if kind is float else ""
+            raise argparse.ArgumentTypeError(f"{text}: expected at least {least}{end}")
         return kind(text)
-    convert.__name__ = kind.__name__  # for argparse's messages
+    convert.__name__ = kind.__name__  # for argparse
     return convert
 
 

@@ -42,7 +42,13 @@ def test_refusals(device_name, folder):
                          ("--lr 1: did you mean --learning-rate.; --help", "--lr", 1),
                          ("--max_iters=9: did you mean --steps.; --help", "--max_iters=9"),
                          ("noise.bin", *tiny, "-e", "noise.bin"), ("maxT = 40", *tiny, "-t", 41),
-                         ("--clip.* -0.5: ", "--clip", -0.5), ("--clip.* nan: ", "--clip", "nan"),
+                         ("--clip.* -0.5: ", "--clip", -0.5),
+                         *[(f"{name}.* {value}: expected at least .* and finite", name, value)
+                           for name, value in (("--clip", "nan"), ("--learning-rate", "inf"),
+                                               ("--eps", "inf"), ("--temperature", "nan"))],
+                         ("--beta1.* nan: expected at least 0 and below 1", "--beta1", "nan"),
+                         ("-q 2.0: the learning rate would rise to 2.0 times -l: expected at most "
+                          "1", *tiny, "-q", 2),
                          ("-d 24: expected a multiple of .*B.T = 16", *tiny, "-d", 24),
                          ("--recompute.* 3: ", "--recompute", 3), ("--plain.* 2: ", "--plain", 2),
                          ("--moments.*'fp16'", "--moments", "fp16"),
