@@ -32,9 +32,9 @@ void scale_by_counted(float* grads, Verdict* verdict, const float* counted, floa
     for (long i = 0; i < (long)n; i++) grads[i] *= factor;
 }
 
-// A step in which nothing counts makes no update
+// A step in which nothing counts makes no update, and has no loss: NaN
 void skip_uncounted(Verdict* verdict, const float* counted) {
-    if (counted[0] == 0.0f) verdict->update = 0.0f;
+    if (counted[0] == 0.0f) verdict->update = 0.0f, verdict->loss = nanf("");
 }
 
 }  // extern "C"

@@ -49,10 +49,10 @@ extern "C" __global__ void scale_by_counted(float* grads, Verdict* verdict, cons
     store(grads + i, g);
 }
 
-// A step in which nothing counts makes no update. Items: threads, one.
+// A step in which nothing counts makes no update, and has no loss: NaN. Items: threads, one.
 BLOCK(1, threads)
 extern "C" __global__ void skip_uncounted(Verdict* verdict, const float* __restrict__ counted) {
-    if (counted[0] == 0.0f) verdict->update = 0.0f;
+    if (counted[0] == 0.0f) verdict->update = 0.0f, verdict->loss = nanf("");
 }
 
 }  // namespace masked

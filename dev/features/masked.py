@@ -14,12 +14,14 @@ How many targets count is known only after the last micro-batch of the last rank
 cannot change its arguments, so the number is in device memory. Everything up to the update
 divides by all tokens of the step, as without a mask; then one kernel multiplies the gradients and
 the loss by tokens / number. Whatever comes after it, clipping, outliers and the update, sees the
-mean over those that count. If none counts, the step makes no update. See masked.cu. (A step that
-is repeated because it failed, or was an outlier, tells norms from before that.)
+mean over those that count. If none counts, the step makes no update, and its loss is NaN. See
+masked.cu. (A step that is repeated because it failed, or was an outlier, tells norms from before
+that.)
 
 The trainer's classifier, or --label-smoothing's, computes all rows, with word 0 in the place of -1;
 a kernel then clears the rows that do not count.
 """
+import math
 import zlib
 from pathlib import Path
 
@@ -221,9 +223,12 @@ class MaskedTraining:
         return total * sum(sizes) / sum(counted)
 
     def report(self, queued, verdict):
-        if verdict.loss == 0 and not (verdict.update or verdict.stopped):
+        if math.isnan(verdict.loss) and not verdict.stopped:
             self.say(f"WARNING: step {queued.number}: no update: none of its targets counts")
         super().report(queued, verdict)
+
+    def loss_text(self, loss):
+        return "-" if math.isnan(loss) else super().loss_text(loss)
 
 
 def asked(flags, ranks):

@@ -49,7 +49,8 @@ class OutliersTraining:
     is large in an outlier."""
 
     def report(self, queued, verdict):
-        if not (verdict.update or verdict.stopped) and verdict.loss:  # 0: see masked.py
+        counts = not np.isnan(verdict.loss)  # see masked.py
+        if counts and not (verdict.update or verdict.stopped):
             self.say(f"WARNING: step {queued.number}: no update: loss {verdict.loss:.6f}, norm "
                      f"{verdict.norm:.6f}")
             loss, norm = self.model.z_scores(queued.number)

@@ -196,9 +196,12 @@ class Training(train_gpt2.Training):
         if verdict.stopped:
             self.give_up(queued, verdict)
         step, seconds = queued.number, time.perf_counter() - queued.begun
-        self.say(f"step {step:4d}/{self.steps} | loss {verdict.loss:.6f} | "
+        self.say(f"step {step:4d}/{self.steps} | loss {self.loss_text(verdict.loss)} | "
                  f"norm {verdict.norm:7.4f} | lr {queued.rate:.2e} | {self.speed(seconds)} | "
                  f"{step * self.total_batch:,} tokens")
+
+    def loss_text(self, loss):
+        return f"{loss:.6f}"
 
     def speed(self, seconds):
         return f"{1e3 * seconds:8.2f} ms | {self.total_batch / seconds:9,.0f} tok/s"

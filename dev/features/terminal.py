@@ -48,9 +48,9 @@ class Terminal:
         times, losses = self.times, self.losses
         if times:
             median = float(np.median(times))
+            loss = f"{losses[0]:.6f} -> {losses[-1]:.6f}" if losses else "-"
             self.say(f"{len(times)} steps in {sum(times):.1f} s, median {1e3 * median:.2f} ms, "
-                     f"{self.total_batch / median:,.0f} tok/s; training loss "
-                     f"{losses[0]:.6f} -> {losses[-1]:.6f}")
+                     f"{self.total_batch / median:,.0f} tok/s; training loss {loss}")
 
     def speed(self, seconds):
         self.times.append(seconds)
@@ -58,7 +58,7 @@ class Terminal:
 
     def report(self, queued, verdict):
         super().report(queued, verdict)
-        self.losses.append(verdict.loss)
+        self.losses += [verdict.loss] * (not np.isnan(verdict.loss))  # see masked.py
         done, steps, median = queued.number, self.steps, float(np.median(self.times[-100:]))
         if len(self.times) == 20:
             count = steps - done + 20

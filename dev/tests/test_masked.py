@@ -2,6 +2,7 @@
 counts over micro-batches and ranks; masks beside token files; and runs."""
 import contextlib
 import functools
+import json
 import re
 from types import SimpleNamespace
 from unittest import mock
@@ -24,6 +25,7 @@ from dev.tests.jobs import SMALL, close, counts_of, curve, data_files
 from dev.tests.jobs import train as train_on_ranks
 from dev.tests.models import in_each_order, model_class, on_device
 from dev.tests.trainings import call, check_resumed, place_of
+from dev.tools.plot import read_run
 from prepro_tinyshakespeare import write_tokens
 from train_gpt2 import pack_batch, read_tokens, to_float
 
@@ -118,8 +120,10 @@ def test_kernels(device_name):
                 device.launch("scale_by_counted", n, grads, verdict, of, 21.0, n)
                 device.launch("skip_uncounted", 1, verdict, of)
                 yield f"{device.name} scaled", device.get(grads), g * factor, 1e-7
-                wish = [5, 2 * factor, update if counted else 0, 0]
-                yield f"{device.name} verdict", device.get(verdict), np.float32(wish), 1e-7
+                wish = [5, 2 * factor, update, 0] if counted else [5, np.nan, 0, 0]
+                wrong = device.get(verdict) - np.float32(wish)
+                check(f"{device.name} verdict", np.array_equal(np.isnan(wrong), np.isnan(wish)) and
+                      np.nanmax(np.abs(wrong)) < 1e-6, wrong)
 
 
 def test_gradients(device_name):
@@ -214,8 +218,8 @@ def test_nothing_counts(device_name):
     before = {name: model.device.get(arena).copy() for name, arena in model.arenas.items()
               if name in ("parameters", "adam m", "adam v")}
     verdict, found = step(model, *batches(0, 0), rate=1e-2)
-    check("the verdict", verdict.loss == verdict.norm == verdict.update == verdict.stopped == 0,
-          verdict)
+    check("the verdict", np.isnan(verdict.loss) and
+          verdict.norm == verdict.update == verdict.stopped == 0, verdict)
     check("gradients of 0", not any(value.any() for value in found.values()))
     for name, values in before.items():
         yield name, model.device.get(model.arenas[name]), values, EXACT
@@ -306,6 +310,18 @@ def test_bad_masks(folder):
     status, text, error = call(*flags, "-x", 1, "-v", 0)
     check("a step without targets", status == 0 and
           "WARNING: step 1: no update: none of its targets counts" in text, text + error)
+    write_mask(path, tokens, np.arange(30) > 16)  # none in the first two batches of three
+    for steps, wish in ((2, "-"), (3, r"(\S+) -> \2")):
+        _, said, error = call(*flags, "-x", steps, "-v", 0, "-o", folder / f"{steps}")
+        ok = re.search(rf"step +2/\d \| loss - \| norm  0(.|\n)*; training loss {wish}\n", said)
+        check(f"{steps} steps, two without targets, and the summary", ok and "loss 0" not in said,
+              said + error)
+        lines = [json.loads(line) for line in (folder / f"{steps}/log.jsonl").open()]
+        check("their losses are null", [line["loss"] is None for line in lines] ==
+              [True, True, False][:steps], lines)
+    run = read_run(folder / "3")
+    check("a chart has no loss of theirs", [[*run.series[name][0]] for name in ("loss", "norm")] ==
+          [[2], [0, 1, 2]], run.series)
     write_mask(path, tokens, np.ones(30, bool), 41)
     status, _, error = call("-e", TINY, "-i", path, "-j", path, "-b", 1, "--device", "cpu")
     check("rows longer than maxT", status and re.fullmatch(

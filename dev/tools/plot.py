@@ -86,7 +86,9 @@ def read_log(path):
             if step > LAST or any(3.5e38 < abs(number) < math.inf for number in numbers):
                 raise ValueError
             for name, number in zip(names, numbers):
-                found.setdefault(name, {})[step] = number
+                # a step without targets: its gradient is 0, and it has no loss
+                if not (math.isnan(number) and numbers[-1] == 0):
+                    found.setdefault(name, {})[step] = number
         except (StopIteration, ValueError):  # no such line, or no number
             wrong += [i] * bool(line.strip())
     if not found:

@@ -10,7 +10,8 @@ with all that is known of it.
 step counts the steps that are made, as on the terminal: the loss of line 1 is that of the first
 step (s:0 in main.log), and a val_loss of step 20 is of the weights after 20 steps. time is in
 seconds since 1970. A step whose update was skipped (-sl, -sg) also has "skipped": true. A number
-that is not finite is null.
+that is not finite is null, and so is the loss of a step in which no target counts (--mask), which
+main.log has as nan.
 
 A line is written when it is known, and never changed. A run that resumes moves the lines of what it
 does again to log.jsonl.old. pandas.read_json("log.jsonl", lines=True) reads the file.
@@ -56,8 +57,10 @@ class Noted:
         return model
 
     def note(self, step, **values):
-        """Write down what is known after this many steps. Rank 0 calls it."""
-        self.json_log.write(json.dumps(dict(step=step, time=round(time.time(), 3)) | values))
+        """Write down what is known after this many steps, and return the line. Rank 0 calls it."""
+        line = json.dumps(dict(step=step, time=round(time.time(), 3)) | values)
+        self.json_log.write(line)
+        return line
 
     def speed(self, seconds):
         self.seconds = seconds
