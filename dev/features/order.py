@@ -13,7 +13,7 @@ from dev.common import gpus
 from dev.common.flags import parse_flags, with_values
 from dev.common.gpus import has_gpu
 from dev.features import (
-    best, chat, config_file, devices, dropout, dry_run, ema, file_kinds, first_run, fit,
+    best, chat, config_file, devices, doubts, dropout, dry_run, ema, file_kinds, first_run, fit,
     fused_biases, hellaswag_score, kv_cache, label_smoothing, late_reports, loggers, masked,
     moments, muon, nvtx, outliers, overfit, own_sizes, peak, products, recompute, relu_attention,
     replay, sample, schedule, shuffled_loader, signals, terminal, tokenizer)
@@ -30,7 +30,7 @@ from prepro_tinyshakespeare import UserError
 
 # What wraps stands above what it wraps: make_model of the first ends last.
 FEATURES = [
-    terminal.FEATURE, file_kinds.FEATURE, peak.FEATURE, nvtx.FEATURE,
+    terminal.FEATURE, doubts.FEATURE, file_kinds.FEATURE, peak.FEATURE, nvtx.FEATURE,
     dry_run.FEATURE, chat.ANSWERS, chat.FEATURE, sample.FEATURE, kv_cache.FEATURE,
     hellaswag_score.FEATURE, overfit.FEATURE, fp8_head.FEATURE, fp8.FEATURE,
     config_file.FEATURE, loggers.FEATURE, json_log.FEATURE, best.FEATURE, outliers.FEATURE,

@@ -6,6 +6,8 @@ trainer's.
 """
 import contextlib
 import io
+import json
+import math
 import re
 import shutil
 import struct
@@ -18,7 +20,7 @@ import pytest
 
 from dev.common.config import Config
 from dev.features import order
-from dev.features.checkpoints.resume import load_position
+from dev.features.checkpoints.resume import check_batch, load_position
 from dev.features.checkpoints.run_folder import RunFolder
 from dev.features.checkpoints.state_file import shuffle_record
 from dev.features.shuffled_loader import FilesLoader
@@ -232,6 +234,61 @@ def test_overfitted_batch(device_name, folder):
     trl = [line.split(":")[2].split()[0] for line in lines if " trl:" in line]
     check("overfit: the training loss is the validation's", tel[:12] == trl, (tel, trl))
     check("overfit: it falls", float(trl[-1]) < 0.7 * float(trl[0]), trl)
+
+
+def test_changed_flags(folder):
+    """A resumed run says at which rate it goes on, which flags it does not know, and what no longer
+    goes with the others. Doubtful flags get a warning each, and others none."""
+    def train(output, *flags, status=0):
+        data = () if "-y" in flags else ("-e", TINY, "-i", folder / "part_train_0.bin", "-j", folder
+                                         / "part_val_0.bin", "-b", 2, "-t", 8, "-x", 8, "-n", 6)
+        found, *said = call("--device", "cpu", *data, *flags, "-o", output)
+        check(f"{flags}: status", found == status, said[1])
+        return "".join(said)
+
+    def rate(schedule, step, steps):
+        """By the formulas of llm.c, for -l 0.01 -q 0.1 -u 2."""
+        share, begin = (step - 2) / (steps - 2), int(0.8 * steps)
+        fallen = {"cosine": (1 - math.cos(math.pi * share)) / 2, "linear": share,
+                  "wsd": max(0, (step - begin) / (steps - begin)) ** 0.5}[schedule]
+        return f"{0.01 * (1 - 0.9 * fallen):.2e}"
+
+    def jumps(text):
+        return re.findall(r"WARNING: the learning rate of step (\d+) was (\S+) \((.*)\), and is "
+                          r"(\S+) now \((.*)\)", text)
+
+    for schedule in ("cosine", "linear", "wsd"):
+        flags = "-k", schedule, "-l", 0.01, "-q", 0.1, "-u", 2, "-v", 0, "-s", 0
+        text = train(folder / schedule, *flags) + train(folder / schedule, "-y", 1)
+        check(f"{schedule}: no doubt, and the same -x", "WARNING" not in text, text)
+        text = train(folder / schedule, "-y", 1, "-x", 20, "-n", 30)
+        wish = [("9", rate(schedule, 8, 8), "-x 8", rate(schedule, 8, 20), "-x 20")]
+        check(f"{schedule}: the rates", jumps(text) == wish, (text[-900:], wish))
+    text = train(without(folder / "cosine", folder / "other", 8, 20), "-y", 1, "-k", "linear")
+    wish = [("7", rate("cosine", 6, 8), "-k cosine", rate("linear", 6, 8), "-k linear")]
+    check("another -k", jumps(text) == wish, (text[-900:], wish))
+
+    notes = folder / "other/run_00000008.json"
+    known = json.loads(notes.read_text())
+    known["flags"] |= dict(warp=3, old=None, mode="x")
+    notes.write_text(json.dumps(known))
+    text = train(notes.parent, "-y", 1)
+    check("unknown flags", f'WARNING: {notes}: there is no such flag as warp 3, mode "x": this run '
+          "goes on without\n" in text, text)
+    for flags, wish in (
+            (("-b", 4), "-b 4: the run had -b 2, and 16 tokens .*= 32: expected -b 2, or"),
+            (("-t", 6), "-t 6: the run had -t 8, and 16 tokens .*= 12: expected -t 8, or"),
+            (("-b", 3, "-d", 32), "-d 32: expected a multiple of")):
+        text = train(notes.parent, "-y", 1, *flags, status=1)
+        check(f"{flags}", re.search(f"error: {wish}", text) and "-d 16" not in text, text)
+    training = SimpleNamespace(flags=SimpleNamespace(batch_size=2, total_batch=16), T=8, count=3)
+    check_refusal("ranks", "3 ranks: the run had 1 rank, and 16 tokens .*= 48: expected 1 rank, or",
+                  check_batch, SimpleNamespace(notes=dict(ranks=1, flags=known["flags"])), training)
+
+    text = train(folder / "odd", "-u", 9, "-v", 1, "-m", 0, "-s", 3, "-g", 0, "-d", 336)
+    for wish in ("-u 9 -x 8: the warmup is longer than the run", "-v 1 -m 0: a validation without",
+                 "-s 3 -g 0: a sample without", "-d 336: a step has more tokens than the 320 in"):
+        check(wish, text.count("WARNING") == 4 and text.count(f"WARNING: {wish}") == 1, text)
 
 
 def tokens_of(data, count):

@@ -4,7 +4,10 @@ A run that is killed and resumed ends with the same bits as one that was not, if
 ranks stay the same. With another -b the same tokens follow where that is possible. With another
 number of ranks the data continues with the next file.
 """
+import copy
+import json
 import os
+import sys
 
 from dev.common.config import count_tokens
 from dev.common.flags import with_values
@@ -15,8 +18,11 @@ from dev.features.shuffled_loader import paths_of
 from dev.features.terminal import say
 from prepro_tinyshakespeare import UserError
 
+import numpy as np  # after prepro_tinyshakespeare, which sets how its threads wait
+
 # The trainer's flags that a resumed run may change without a warning. Features declare theirs.
 MAY_DIFFER = "val_every", "sample_every", "sample_tokens"
+OF_RATE = "learning_rate", "schedule", "warmup", "final_fraction", "steps"
 
 # ---- Before the model is made
 
@@ -30,9 +36,9 @@ def choose_checkpoint(folder, steps):
     folder.notes_path = path = folder.file("run", folder.step or 0)
     folder.notes = read_notes(path, folder.table, folder.features)
     before = folder.notes["flags"] if folder.notes else {}
-    fixed = [flag.key for flag in folder.table if not flag.restored]
-    restored = [name for name in before
-                if name not in fixed and getattr(flags, name, before[name]) is None]
+    warn_of_unknown(path, before, folder.table, sys.stdout if flags.sample is None else sys.stderr)
+    restored = [flag.key for flag in folder.table
+                if flag.restored and flag.key in before and getattr(flags, flag.key, 0) is None]
     folder.flags = flags = with_values(flags, **{name: before[name] for name in restored})
     for flag in folder.table if flags.sample is None else ():
         if not flag.path:
@@ -54,6 +60,32 @@ def choose_checkpoint(folder, steps):
             raise UserError(f"-y 1: nothing is left to do: {folder.path} has the weights of all "
                             f"{total} steps (-x {total}), and no state, which only -n writes: "
                             f"train on from them with -e {weights} and another -o")
+
+
+def warn_of_unknown(path, before, table, file):
+    """Warn of flags in a file that this program does not have, as those of a newer version."""
+    known = {flag.key for flag in table}
+    unknown = [f"{name} {json.dumps(value):.40}" for name, value in before.items()
+               if name not in known and value is not None]
+    if unknown:
+        print(f"WARNING: {path}: there is no such flag as {', '.join(unknown)}: this run goes on "
+              "without", file=file, flush=True)
+
+
+def check_batch(folder, training):
+    """Raise UserError if another -b, -t or number of ranks does not go with the -d of the run."""
+    notes, flags, T, count = folder.notes or {}, training.flags, training.T, training.count
+    before, size = notes.get("flags", {}), count * flags.batch_size * T
+    total = before.get("total_batch")
+    ranks = notes.get("ranks", count)
+    pairs = [(f"-b {before.get('batch_size')}", f"-b {flags.batch_size}"),
+             (f"-t {before.get('seq_len')}", f"-t {T}"),
+             (f"{ranks} rank{'s' * (ranks > 1)}", f"{count} rank{'s' * (count > 1)}")]
+    changed = [pair for pair in pairs if pair[0] != pair[1]]
+    if total and total == flags.total_batch and total % size and changed:
+        had, now = (" ".join(side) for side in zip(*changed))
+        raise UserError(f"{now}: the run had {had}, and {total} tokens a step (-d), which is no "
+                        f"multiple of ranks*B*T = {size}: expected {had}, or sizes that divide it")
 
 
 # ---- When it is made
@@ -139,6 +171,23 @@ def check_same_run(folder, training):
             may_differ = may_differ(training.flags)
         if not may_differ and name not in MAY_DIFFER:
             say(f"WARNING: {flag.name} was {before} until step {step}, and is {now} from now on")
+    if step:
+        check_rate(training, notes["flags"], declared, step)
+
+
+def check_rate(training, before, declared, step):
+    """Warn if the next step has another learning rate than it had with the flags before."""
+    now = training.settled()
+    other = {name: before[name] for name in OF_RATE if before.get(name, now[name]) != now[name]}
+    old = copy.copy(training)
+    old.flags, old.steps = with_values(training.flags, **other), other.get("steps", training.steps)
+    with np.errstate(all="ignore"):  # a run of warmup alone has no rate after its end
+        rates = [f"{run.learning_rate(step):.2e}" for run in (old, training)]
+    if rates[0] != rates[1]:
+        flags = [" ".join(f"{declared[name].short} {values[name]}" for name in other)
+                 for values in (before, now)]
+        say(f"WARNING: the learning rate of step {step + 1} was {rates[0]} ({flags[0]}), and is "
+            f"{rates[1]} now ({flags[1]})")
 
 
 def load_state(path_of, model, data, had=None):

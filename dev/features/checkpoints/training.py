@@ -1,5 +1,6 @@
 """When a training with -o resumes, logs and saves. run_folder.py does it."""
 from dev.features.checkpoints.checkpoint_files import FILES
+from dev.features.checkpoints.resume import check_batch
 from dev.features.declare import Feature, Flag, trains
 
 
@@ -18,6 +19,10 @@ class Kept(Resumed):
         checkpoint. A feature may add to them, and declares the first words of their names as
         saved."""
         return {FILES["model"]: (model.params, model.device.real)}
+
+    def open_data(self):
+        check_batch(self.folder, self)
+        super().open_data()
 
     def make_model(self):
         model = super().make_model()
