@@ -6,23 +6,28 @@ the same names. Neither is needed otherwise: they are imported when a run asks f
                    usual: WANDB_MODE=offline needs no network, and `wandb sync` sends the run
                    later; WANDB_PROJECT and WANDB_NAME rename it
 
-A resumed run continues its curves. TensorBoard is told to drop what the run does again. The id of
-wandb's run is in run_*.json, and the x axis is the run's step rather than wandb's count of calls:
-steps that are done again come again, with the same values.
+A resumed run continues its curves. A kill may have lost what these logs had not yet written, so the
+lines of log.jsonl up to the checkpoint are sent again. The files that they replace, event files and
+folders of offline runs, get another name, with "old" in it, by which neither program finds them.
+The id of wandb's run is in run_*.json, and the x axis is the run's step. Lines that are already on
+wandb's server, which counts them, are not sent again.
 
 A thread makes the calls, so training does not wait for them. One that fails is reported, and ends
 that log alone.
 """
 import argparse
 import contextlib
+import json
 import os
 import queue
 import secrets
 import threading
 import time
 from importlib.util import find_spec
+from pathlib import Path
 
 from dev.features.checkpoints.json_log import FEATURE as JSON_LOG
+from dev.features.checkpoints.json_log import JsonLog
 from dev.features.declare import Feature, Flag
 from prepro_tinyshakespeare import UserError
 
@@ -48,15 +53,16 @@ class TensorBoard:
                 for tag, value in values.items()])
 
         self.event, self.summary = event_pb2.Event, summary
+        found = training.folder.path.glob("*tfevents*") if training.flags.resume else ()
+        self.replaced = {path: path.with_name(path.name.replace("tfevents", "old"))
+                         for path in found}
         self.file = EventFileWriter(str(training.folder.path), flush_secs=10)
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-        # drops what earlier files have of this step and later ones
-        self.file.add_event(self.event(wall_time=time.time(), step=1 + (training.folder.step or 0),
-                                       session_log=start))
+        # has a TensorBoard that is open drop this step and later ones: all
+        self.file.add_event(self.event(wall_time=time.time(), step=0, session_log=start))
 
-    def write(self, step, values):
-        self.file.add_event(self.event(wall_time=time.time(), step=step,
-                                       summary=self.summary(values)))
+    def write(self, step, at, values):
+        self.file.add_event(self.event(wall_time=at, step=step, summary=self.summary(values)))
 
     def close(self, failed):
         self.file.close()
@@ -76,9 +82,17 @@ class Wandb:
             settings=wandb.Settings(console="off"))
         self.run.define_metric("step")
         self.run.define_metric("*", step_metric="step")
+        self.there = self.run.step  # how many lines the server has
+        own = Path(self.run.dir).parent
+        self.replaced = {path: path.with_name(path.name.replace("offline", "old"))
+                         for path in own.parent.glob(f"offline-run-*-{self.run.id}")
+                         if path != own}
 
-    def write(self, step, values):
-        self.run.log(dict(step=step) | values)
+    def write(self, step, at, values):
+        if self.there:
+            self.there -= 1
+        else:
+            self.run.log(dict(step=step) | values)
 
     def close(self, failed):
         self.run.finish(exit_code=int(failed))
@@ -98,7 +112,7 @@ def names(text):
 
 
 class Behind:
-    """Calls a log in a thread."""
+    """Sends lines of log.jsonl to a log in a thread."""
 
     def __init__(self, name, log):
         self.name, self.log, self.failure, self.waiting = name, log, None, queue.SimpleQueue()
@@ -107,8 +121,12 @@ class Behind:
 
     def work(self):
         try:
-            for step, values in iter(self.waiting.get, END):
-                self.log.write(step, values)
+            for line in iter(self.waiting.get, END):
+                values = {name: value for name, value in json.loads(line).items()
+                          if value is not None}
+                while self.log.replaced:  # now that their lines come
+                    os.rename(*self.log.replaced.popitem())
+                self.log.write(values.pop("step"), values.pop("time", 0.0), values)
         except Exception as e:
             self.fail(e)
 
@@ -155,6 +173,9 @@ class Logged:
             until_made.push(self.close)
             model = super().make_model()
             until_made.pop_all()
+        if self.rank == 0:
+            for line in (self.folder.path / JsonLog.NAME).read_bytes().splitlines():
+                self.send(line)
         return model
 
     def train(self):
@@ -170,11 +191,12 @@ class Logged:
             raise UserError(f"--log {name}: {why}") from None
 
     def note(self, step, **values):
-        super().note(step, **values)
-        shown = {name: value for name, value in values.items() if value is not None}
-        for log in self.logs:
-            log.waiting.put((step, shown))
+        self.send(super().note(step, **values))
         self.warn()
+
+    def send(self, line):
+        for log in self.logs:
+            log.waiting.put(line)
 
     def close(self, kind, *_):
         """At the end of training; kind: of the exception that ends it, or None."""

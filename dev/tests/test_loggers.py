@@ -27,6 +27,9 @@ class {0}(dict):
 WANDB = """
 class Settings(dict): pass
 class Run:
+    step = {rows}
+    def __init__(self, id, dir, **more):
+        self.id, self.dir = id, f"{dir}/wandb/offline-run-2-{id}/files"
     def define_metric(self, *args, **more): call("define_metric", *args, **more)
     def log(self, values):
         if {breaks} and values["step"] == 5: raise ConnectionError("no\\nnetwork")
@@ -35,7 +38,7 @@ class Run:
 def init(**more):
     if {refuses}: raise RuntimeError("No API key configured.")
     call("init", **more)
-    return Run()
+    return Run(**more)
 """
 EVENTS = """
 class EventFileWriter:
@@ -64,15 +67,15 @@ def data(folder):
 
 @pytest.fixture
 def stand_in(folder, monkeypatch):
-    """stand_in(breaks, refuses) makes modules that stand in for the real ones, and calls() reads
-    what was called."""
+    """stand_in(breaks, refuses, rows) makes modules that stand in for the real ones, with so many
+    rows on the server, and calls() reads what was called."""
     calls = folder / "calls.jsonl"
 
-    def make(breaks=False, refuses=False):
+    def make(breaks=False, refuses=False, rows=0):
         for name, text in STAND_INS.items():
             path = folder / "modules" / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            values = dict(calls=calls, breaks=breaks, refuses=refuses)
+            values = dict(calls=calls, breaks=breaks, refuses=refuses, rows=rows)
             parts = [CALL.replace("{calls}", str(calls)), text]
             for key, value in values.items():
                 parts = [part.replace(f"{{{key}}}", str(value)) for part in parts]
@@ -182,24 +185,24 @@ def test_damaged_lines(folder):
 
 @fast
 def test_tensorboard_calls(folder, stand_in):
-    """The events are those of log.jsonl; a resumed run drops what it does again."""
+    """The events are those of log.jsonl, also of a resumed run, which replaces what there was."""
     stand_in()
     output = folder / "run"
-    train(output, "-n", 2, "--log", "tensorboard")
-    (start, *events, end) = stand_in.calls()
-    check("opened and closed", start == ["open", [str(output)], {}] and end[0] == "close", start)
-    first, *events = [event for _, [event], _ in events]
-    check("drops nothing", (first["step"], first["session_log"]) == (1, dict(status=1)), first)
-    found = [(event["step"], {each["tag"]: each.get("simple_value", each.get("tensor"))
-                              for each in event["summary"]["value"]}) for event in events]
-    wish = [(line.pop("step"), line) for line in lines_of(output) if line.pop("time")]
-    wish = [(step, {key: [value] if key == "sample" else value for key, value in line.items()})
-            for step, line in wish]
-    check("events", found == wish, found)
-    (output / "DONE_00000006").unlink()
-    train(output, "-y", 1)
-    first = stand_in.calls()[1][1][0]
-    check("resumed after 4: drops 5 and later", first["step"] == 5, first)
+    for flags in (("-n", 2, "--log", "tensorboard"), ("-y", 1)):
+        train(output, *flags)
+        (start, *events, end) = stand_in.calls()
+        check("opened and closed", start == ["open", [str(output)], {}] and end[0] == "close",
+              start)
+        first, *events = [event for _, [event], _ in events]
+        check("drops all", (first["step"], first["session_log"]) == (0, dict(status=1)), first)
+        found = [(event["step"], event["wall_time"], {
+            each["tag"]: each.get("simple_value", each.get("tensor"))
+            for each in event["summary"]["value"]}) for event in events]
+        wish = [(line.pop("step"), line.pop("time"), line) for line in lines_of(output)]
+        wish = [(*at, {key: [value] if key == "sample" else value for key, value in line.items()})
+                for *at, line in wish]
+        check(f"events {flags}", found == wish, found)
+        (output / "DONE_00000006").unlink()
 
 
 @fast
@@ -224,9 +227,19 @@ def test_wandb_calls(folder, stand_in):
     wish = [line for line in lines_of(output) if line.pop("time")]
     check("values", logged == wish, logged)
     check("a good end", found[-1] == ["finish", [], dict(exit_code=0)], found[-1])
-    (output / "DONE_00000006").unlink()
-    train(output, "-y", 1)
-    check("the same id after 4", stand_in.calls()[0][2]["id"] == more["id"])
+    own, before = (output / f"wandb/offline-run-{i}-{more['id']}" for i in (2, 1))
+    own.mkdir(parents=True), before.mkdir()
+    for rows in (0, 10):  # offline, and with those on the server that the dead run has sent
+        stand_in(rows=rows)
+        (output / "DONE_00000006").unlink()
+        train(output, "-y", 1)
+        calls = stand_in.calls()
+        check("the same id after 4", calls[0][2]["id"] == more["id"])
+        logged = [values for name, [values], _ in calls[3:-1]]
+        wish = [line for line in lines_of(output) if line.pop("time")][rows:]
+        check(f"{rows} rows: the others are sent again", logged == wish != [], logged)
+    found = sorted(path.name for path in own.parent.iterdir())
+    check("the dead run has another name", found == [own.name, f"old-run-1-{more['id']}"], found)
     with mock.patch.dict("os.environ", WANDB_PROJECT="p", WANDB_NAME="n"):
         train(folder / "named", "--log", "tensorboard,wandb", "-x", 1)
     calls = stand_in.calls()
@@ -274,17 +287,17 @@ def test_failures(folder, stand_in, monkeypatch):
 def test_real_tensorboard(folder):
     """TensorBoard reads the curves of a run that was killed and resumed, without a point twice."""
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    output = folder / "run"
+    output, scored = folder / "run", ("--hellaswag", folder / "hellaswag.bin", "-t", 24)
     with killed_in(5):
-        train(output, "-n", 2, "--log", "tensorboard")
+        train(output, "-n", 2, "--log", "tensorboard", "-s", 4, *scored)
     train(output, "-y", 1)
+    found = [len([*output.glob(f"events.out.{name}.*")]) for name in ("tfevents", "old")]
+    check("files", found == [1, 1], found)
     read = accumulator.EventAccumulator(str(output))
     read.Reload()
-    for tag in ("loss", "norm", "lr", "tok_per_s", "val_loss"):
+    for tag in ("loss", "norm", "lr", "tok_per_s", "val_loss", "hellaswag"):
         found = [(each.step, each.value) for each in read.Scalars(tag)]
         wish = [(line["step"], line[tag]) for line in lines_of(output) if tag in line]
-        if tag == "val_loss":  # step 4's is there twice: its checkpoint came after it
-            found = [*dict(found).items()]
         check(tag, [step for step, _ in found] == [step for step, _ in wish] and
               np.allclose([x for _, x in found], [x for _, x in wish]), found)
     texts = [each.tensor_proto.string_val[0].decode() for each in read.Tensors("sample")]
@@ -292,9 +305,10 @@ def test_real_tensorboard(folder):
 
 
 def test_real_wandb(folder):
-    """wandb takes an offline run."""
+    """wandb takes an offline run, and a resumed one replaces it."""
     pytest.importorskip("wandb")
     with mock.patch.dict("os.environ", WANDB_MODE="offline", WANDB_SILENT="true"):
-        text = train(folder / "run", "--log", "wandb")
+        text = train(folder / "run", "-n", 6, "--log", "wandb") + train(folder / "run", "-y", 1)
     check("no warning", "WARNING: --log" not in text, text)
-    check("a run", len([*(folder / "run/wandb").glob("offline-run-*")]) == 1)
+    found = [len([*(folder / "run/wandb").glob(f"{name}-run-*")]) for name in ("offline", "old")]
+    check("a run", found == [1, 1], found)
