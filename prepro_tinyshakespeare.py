@@ -25,7 +25,10 @@ from pathlib import Path
 os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("GOMP_SPINCOUNT", "5000")
-import numpy as np
+try:
+    import numpy as np
+except KeyboardInterrupt:
+    sys.exit(print("interrupted", file=sys.stderr) or 130)
 
 # ---- Errors and files
 
@@ -70,8 +73,8 @@ def open_streams():
         stream.reconfigure(errors="backslashreplace")  # for letters that its encoding lacks
 
 
-def leave(status, failed=1):
-    """Exit. A message is printed, and is the status `failed`."""
+def leave(status, failure=1):
+    """Exit. A message is printed, and is the status `failure`."""
     for stream, line in ((sys.stdout, ""), (sys.stderr, f"{status}\n")):
         try:
             stream.write(line if isinstance(status, str) else "")
@@ -79,7 +82,7 @@ def leave(status, failed=1):
         except OSError:  # Python would try again, and exit with 120
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
             status = status or 1
-    sys.exit(failed if isinstance(status, str) else status)
+    sys.exit(failure if isinstance(status, str) else status)
 
 
 def make_header(magic, *fields):

@@ -4,12 +4,18 @@ GPT-2's weights, if they are here and the data has GPT-2's words. Otherwise a sm
 learns to write in a minute on two cores, and in seconds on a GPU: on the bytes of Shakespeare, or
 on the words that come with -i. (GPT-2's 50,257 words are too many for a megabyte of text: most
 occur too rarely to be learned.)
-"""
-import os
 
-from dev.data.vocabulary import vocabulary_beside
-from dev.features.declare import Feature
+Ctrl-C does not lose such a model: without -o it goes to a file, and it writes a last sample.
+"""
+import itertools
+import os
+import signal
+
+from dev.common.config import checkpoint_parts
+from dev.data.vocabulary import vocabulary_beside, write_vocabulary
+from dev.features.declare import Feature, trains
 from dev.features.devices import ON_CPU
+from prepro_tinyshakespeare import replace_file
 
 # The defaults of a small model, by device. On the CPU fewer layers and more steps learn more in the
 # same time, and none is memorized. On a GPU Muon needs fewer steps, and dropout keeps the held-out
@@ -87,4 +93,37 @@ class FirstRun:
         super().announce()
 
 
+class Interrupted:
+    """Training whose small model, if it chose one without -e, outlives a signal."""
+    chosen = False  # whether -e was not given
+    kept = ""  # the file of its weights
+
+    def save(self, done, batches):
+        super().save(done, batches)
+        if self.is_small() and self.signals and not (self.flags.output or self.rank):
+            names = (f"interrupted_{done:08d}" + f"_{n}" * (n > 1) for n in itertools.count(1))
+            name = next(name for name in names if not os.path.exists(f"{name}.bin"))
+            if self.vocabulary:
+                write_vocabulary(f"{name}_tokenizer.bin", self.vocabulary)
+            self.kept = f"{name}.bin"
+            replace_file(self.kept, map(self.device.get, checkpoint_parts(
+                self.config, self.model.params, self.device.real)))
+
+    def is_small(self):
+        return self.program and self.chosen and not self.from_file
+
+    def train(self):
+        super().train()
+        flags = self.flags
+        if (self.is_small() and self.stopping and self.signals[0] == signal.SIGINT
+                and flags.sample_every and flags.sample_tokens):
+            self.sample()
+
+    def what_is_left(self):
+        return (f'its weights are in {self.kept}: -e {self.kept} --sample "To be" lets it write'
+                if self.kept else super().what_is_left())
+
+
 FEATURE = Feature("first run", training=FirstRun)
+INTERRUPTED = Feature("interrupted first run", lambda flags, ranks: trains(flags),
+                      training=Interrupted)

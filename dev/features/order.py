@@ -35,10 +35,10 @@ FEATURES = [
     hellaswag_score.FEATURE, overfit.FEATURE, fp8_head.FEATURE, fp8.FEATURE,
     config_file.FEATURE, loggers.FEATURE, json_log.FEATURE, best.FEATURE, outliers.FEATURE,
     masked.FEATURE, bf16_sums.FEATURE, zero.FEATURE, ranks.FEATURE, sample.CONTROLLED,
-    training.KEPT, training.RESUMED, signals.FEATURE, tokenizer.FEATURE, dropout.FEATURE,
-    replay.FEATURE, ema.FEATURE, symmetric.FEATURE, muon.FEATURE, moments.FEATURE, recompute.INSIDE,
-    recompute.LAYERS, label_smoothing.FEATURE, recompute.HINT, fit.FEATURE, first_run.FEATURE,
-    own_sizes.FEATURE, fp8_gelu.FEATURE, fp8_all.FEATURE, fp8_all_llama.FEATURE,
+    training.KEPT, training.RESUMED, first_run.INTERRUPTED, signals.FEATURE, tokenizer.FEATURE,
+    dropout.FEATURE, replay.FEATURE, ema.FEATURE, symmetric.FEATURE, muon.FEATURE, moments.FEATURE,
+    recompute.INSIDE, recompute.LAYERS, label_smoothing.FEATURE, recompute.HINT, fit.FEATURE,
+    first_run.FEATURE, own_sizes.FEATURE, fp8_gelu.FEATURE, fp8_all.FEATURE, fp8_all_llama.FEATURE,
     relu_attention.FEATURE, schedule.FEATURE, shuffled_loader.FEATURE, late_reports.FEATURE,
     attention_five.FEATURE, gelu_products.FEATURE, swiglu_products.FEATURE, fused_biases.FEATURE,
     products.FEATURE, devices.NO_GRAPH, devices.CPU]
@@ -170,9 +170,10 @@ def read_flags(arguments, Model):
 
 def classes_of(flags, table, Model, ranks=None, folder=None):
     """(training, model): as attach, with the defaults of all flags."""
+    chosen = not flags.model
     flags, why = with_defaults(flags, table, Model.Config)
     training, model = attach(flags, Training, Model, ranks, folder)
-    training.why = why
+    training.why, training.chosen = why, chosen
     return training, model
 
 

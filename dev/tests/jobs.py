@@ -128,11 +128,11 @@ def at_call(where, number, lines, rank=1):
     """Lines for `wrapped`: one rank does these when it calls a method for the number-th time."""
     return f"""
 real, calls = {where}, []
-def changed(*args):
+def changed(*args, **more):
     calls.append(0)
     if rank == {rank} and len(calls) == {number}:
         {lines}
-    return real(*args)
+    return real(*args, **more)
 {where} = changed
 """
 

@@ -4,15 +4,21 @@ resumes.
     pytest dev/tests/test_kills.py --kills 200      # more kills than the usual 8
 """
 import contextlib
+import fcntl
 import io
 import os
+import pty
 import random
 import re
 import resource
 import shutil
 import signal
 import subprocess
+import sys
+import tempfile
+import termios
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -23,8 +29,10 @@ from dev.features.checkpoints import background_writer
 from dev.features.checkpoints.main_log import MainLog
 from dev.features.late_reports import LateReports
 from dev.features.seams import GPT2, Training
-from dev.tests.checks import EXACT, check
-from dev.tests.trainings import (bytes_of, call, command, same, train, whole_ones, without)
+from dev.tests.checks import EXACT, TINY, TOP, check
+from dev.tests.jobs import at_call, wrapped
+from dev.tests.trainings import (TRAINER, bytes_of, call, command, same, train, whole_ones,
+                                 without)
 
 pytestmark = pytest.mark.usefixtures("token_data")
 
@@ -38,10 +46,19 @@ class Late(LateReports, Training):
     """Training that reports late, as on a GPU, with any device that can fetch."""
 
 
-def start(*args, **more):
+def start(*args, trainer=TRAINER, **more):
     """A training in a process of its own."""
-    return subprocess.Popen(command(*args), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                            text=True, **more)
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(command(*args, trainer=trainer), **pipes | more)
+
+
+def start_in_terminal(*args):
+    """The same in a terminal of its own. Returns what the terminal shows, and the process."""
+    ours, its = pty.openpty()
+    child = start(*args, stdin=its, stdout=its, stderr=its, start_new_session=True,
+                  preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0))
+    os.close(its)
+    return open(ours), child
 
 
 def wait_for(lines, begin):
@@ -82,22 +99,35 @@ def test_killed_runs(device_name, folder, kills):
 
 
 def test_signals(device_name, folder):
-    """SIGTERM and Ctrl-C end a run after its step, with a checkpoint that resumes. A second Ctrl-C
-    ends it at once."""
+    """SIGTERM, Ctrl-C and a terminal that closes end a run after its step, with a checkpoint that
+    resumes. A second Ctrl-C ends it at once. nohup's run goes on."""
     flags, whole = ("-x", 60, "-v", 0, "-s", 0, "-n", 60), folder / "whole"
     train(device_name, folder, whole, *flags)
-    for number, status in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
+    for number, status in ((signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)):
         output = folder / signal.Signals(number).name
-        child = start(device_name, folder, output, *flags, "-n", 0)
-        wait_for(child.stdout, "step    5/")
-        child.send_signal(number)
-        child.communicate()
+        if number == signal.SIGHUP:
+            terminal, child = start_in_terminal(device_name, folder, output, *flags, "-n", 0)
+            next(line for line in terminal if "step    5/" in line)
+            terminal.close()
+            child.wait(60)
+        else:
+            child = start(device_name, folder, output, *flags, "-n", 0)
+            wait_for(child.stdout, "step    5/")
+            child.send_signal(number)
+            child.communicate()
         yield f"{output.name}: exit status", child.returncode, status, EXACT
         stopped = whole_ones(output)
         check(f"{output.name}: a whole checkpoint", len(stopped) == 1 and 5 <= stopped[0] < 60,
               f"{stopped}")
         train(device_name, folder, output, *flags, "-y", 1)
         same(bytes_of(output, 60), bytes_of(whole, 60), f"{output.name} resumed")
+
+    child = start(device_name, folder, folder / "nohup", *flags,
+                  preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    wait_for(child.stdout, "step    5/")
+    child.send_signal(signal.SIGHUP)
+    text, _ = child.communicate(timeout=60)
+    check("nohup: to the end", child.returncode == 0 and "step   60/60" in text, text[-300:])
 
     output = folder / "tee"  # which the same Ctrl-C has ended
     child = start(device_name, folder, output, *flags, "-x", 2000)
@@ -109,10 +139,9 @@ def test_signals(device_name, folder):
     check("Ctrl-C with tee: a whole checkpoint", len(whole_ones(output)) == 1)
 
     output = folder / "twice"
-    child = start(device_name, folder, output, "-d", 16 * 20000, "-v", 0,
-                  env=os.environ | {"PYTHONUNBUFFERED": "1"})
-    while not (output / "main.log").exists():
-        time.sleep(0.01)
+    slow = wrapped(folder, late=at_call("train_gpt2.GPT2.train_step", 4, "time.sleep(60)", -1))
+    child = start(device_name, folder, output, *flags, "-n", 0, trainer=slow)
+    wait_for(child.stdout, "step    2/")
     text = train(device_name, folder, output, status=1)
     refused = re.search("error: .*another run is writing to this folder", text)
     check("a second run in the folder is refused", refused, text)
@@ -121,6 +150,51 @@ def test_signals(device_name, folder):
     child.send_signal(signal.SIGINT)
     yield "Ctrl-C twice: the signal ends it", child.wait(20), -signal.SIGINT, EXACT
     check("Ctrl-C twice: no checkpoint", whole_ones(output) == [])
+
+
+def test_slow_first_steps(device_name, folder):
+    """A first step that takes long is said, and so is a validation before it. A signal then ends
+    the run at once, even within a kernel: there is nothing to save."""
+    step, validation = "the first step, of 32 tokens (-d)", "the validation before the first step"
+    for number, where, said in ((signal.SIGTERM, "train_step", step),
+                                (signal.SIGINT, "forward", validation),
+                                (signal.SIGHUP, "train_step", step)):
+        output = folder / signal.Signals(number).name
+        slow = wrapped(folder, late="dev.features.signals.PATIENCE = 0.1\nimport hashlib" + at_call(
+            f"train_gpt2.GPT2.{where}", 1, "hashlib.pbkdf2_hmac('md5', b'', b'', 10**8)", -1))
+        child = start(device_name, folder, output, trainer=slow)
+        line = wait_for(child.stdout, "still busy with")
+        child.send_signal(number)
+        _, error = child.communicate(timeout=20)
+        yield f"{output.name}: exit status", child.returncode, 128 + number, EXACT
+        check(f"{output.name}: what takes long", said in line, line)
+        check(f"{output.name}: one line", error.strip().count("\n") == 0 < len(error), error)
+        check(f"{output.name}: nothing is saved", whole_ones(output) == [])
+
+
+def test_interrupted_starts(folder):
+    """Ctrl-C while a program imports, compiles or gets its vocabulary: one line, and 130."""
+    wait = "import time\nopen(__file__ + '.here', 'w')\ntime.sleep(60)\n"
+    compiler = '#!/bin/sh\ntouch "$0.here"\nsleep 60\n'
+    for what, content, program, *more in (
+            ("numpy.py", wait, "train_gpt2"), ("tiktoken.py", wait, "prepro_tinyshakespeare"),
+            ("g++", compiler, TRAINER, "-e", TINY, "--device", "cpu", "-i",
+             folder / "part_train_0.bin", "-j", folder / "part_val_0.bin", "-t", 8),
+            ("g++", compiler, "dev.tools.doctor")):
+        here = Path(tempfile.mkdtemp(dir=folder))
+        (here / what).write_text(content)
+        (here / what).chmod(0o755)
+        own = dict(CXX=str(here / what), XDG_CACHE_HOME=str(here), PYTHONPATH=f"{here}:{TOP}")
+        child = subprocess.Popen(
+            [sys.executable, "-m", program, *map(str, more)], cwd=here, env=os.environ | own,
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+        while not (here / f"{what}.here").exists() and child.poll() is None:
+            time.sleep(0.01)
+        os.killpg(child.pid, signal.SIGINT)
+        _, error = child.communicate(timeout=20)
+        check(f"{program}, {what}", (child.returncode, error) == (130, "interrupted\n"),
+              f"{child.returncode}, {error}")
 
 
 def test_full_disks(device_name, folder):
@@ -198,9 +272,9 @@ def test_writer_that_fails(device_name, folder):
 
 
 def test_stopped_at_once(folder):
-    """A signal ends a run after its step, whenever it comes: without another validation or sample,
-    with a checkpoint that has this step's weights, and after the lines of all steps. So it does
-    where lines are late, as on a GPU."""
+    """A signal ends a run after its step, whenever it comes from the second on: without another
+    validation or sample, with a checkpoint that has this step's weights, and after the lines of all
+    steps. So it does where lines are late, as on a GPU."""
     flags, handlers = (("-x", 6, "-n", 0, "-s", 1, "-g", 2, "-v", 1),
                        [signal.getsignal(n) for n in (2, 15)])
 
@@ -222,7 +296,6 @@ def test_stopped_at_once(folder):
         weights = (folder / "whole/model_00000006.bin").read_bytes()
         for base, number in ((Training, signal.SIGTERM), (Late, signal.SIGINT)):
             for step, end, *told in (
-                    (0, "", Training, "next_batches", lambda run: run.model.step == 0),
                     (3, "", GPT2, "train_step", lambda model, *args: model.step == 2),
                     (6, "", GPT2, "train_step", lambda model, *args: model.step == 5),
                     (6, "val loss, generating, ", Training, "validate",

@@ -275,9 +275,9 @@ def runs(process):
 def test_gpus(folder):
     """--gpus tells its processes their ranks, passes signals on, and leaves none behind."""
     for how, number, status in (("all end", 0, 0), ("one fails", 0, 3), ("one killed", 0, 1),
-                                ("a signal", signal.SIGTERM, 1),
+                                ("a signal", signal.SIGTERM, 1), ("a signal", signal.SIGHUP, 1),
                                 ("killed itself", signal.SIGKILL, -signal.SIGKILL)):
-        [job] = children(folder / how, GPUS, 1, how)
+        [job] = children(folder / f"{how} {number}", GPUS, 1, how)
         lines = sorted(job.stdout.readline().split() for _ in range(3))
         if number:
             job.send_signal(number)

@@ -22,6 +22,7 @@ from dev.features.output import steady
 from dev.features.ranks.environment import launched
 from dev.features.ranks.meeting import SILENCE, Meeting
 from dev.features.ranks.ranks import Ranks, flags_of
+from dev.features.signals import numbers
 from prepro_tinyshakespeare import UserError
 
 
@@ -52,8 +53,10 @@ def start(flags, work):
         status = work(ranks) or 0  # a run that ends well has none
         meeting.leave()
     except (UserError, OSError, KeyboardInterrupt) as e:
-        print(f"error: {e}" if str(e) else "interrupted", file=sys.stderr)
-        meeting.fail(e if str(e) else "interrupted")
+        interrupted = isinstance(e, KeyboardInterrupt)
+        status = 130 if interrupted else 1
+        print("interrupted" if interrupted else f"error: {e}", file=sys.stderr)
+        meeting.fail("interrupted" if interrupted else e)
     except BaseException as e:
         traceback.print_exc(file=sys.__stderr__)
         meeting.fail(f"{type(e).__name__}: {e}")
@@ -101,7 +104,7 @@ def launch(count, device):
             if child.poll() is None:
                 child.send_signal(number)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in numbers():
         signal.signal(number, forward)
     failed = None
     while None in [child.poll() for child in children]:  # polls all, not only the first
@@ -115,4 +118,4 @@ def launch(count, device):
             name = signal.Signals(-child.returncode).name
             print(f"rank {rank} was ended by {name}", file=sys.stderr)
     codes = [child.returncode for child in children if child.returncode]
-    return max(codes[0], 1) if codes else 0
+    return max(1, *codes) if codes else 0
