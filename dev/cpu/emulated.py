@@ -12,10 +12,11 @@ from prepro_tinyshakespeare import UserError
 
 import numpy as np  # after prepro_tinyshakespeare, which has said how its threads are to wait
 
+from dev.common.compiler import FLAGS, flags_asked_for, words_of
 from dev.common.cuda_source import check_arrays, checked_kernels
 from dev.common.student_text import for_cpu
 from dev.cpu import races
-from dev.cpu.host import FLAGS, Host, compiled, flags_asked_for, found_compiler, loaded
+from dev.cpu.host import Host, compiled, found_compiler, loaded
 from dev.cpu.places import with_calls
 from train_gpt2 import SIZES, FastCuda, aligned_bytes
 
@@ -52,8 +53,8 @@ def with_poison(text):
 def flags_for_students(compiler):
     """The flags that a compiler knows of those for students' files."""
     def known(flag):
-        return not subprocess.run([compiler, "-Werror", flag, "-E", "-x", "c++", os.devnull],
-                                  capture_output=True).returncode
+        command = [*words_of(compiler), "-Werror", flag, "-E", "-x", "c++", os.devnull]
+        return not subprocess.run(command, capture_output=True).returncode
     return [*filter(known, FOR_STUDENTS), *ALWAYS_FOR_STUDENTS]
 
 

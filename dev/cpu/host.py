@@ -5,9 +5,7 @@ import ctypes
 import functools
 import hashlib
 import os
-import platform
 import re
-import shutil
 import subprocess
 import tempfile
 import threading
@@ -20,12 +18,8 @@ import numpy as np  # after prepro_tinyshakespeare, which has said how its threa
 
 from dev.common.bf16 import to_bf16
 from dev.common.cache import cache_folder
+from dev.common.compiler import compiler_of, missing, words_of
 from train_gpt2 import BF16, Cuda, to_float
-
-FLAGS = ["-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-Wall", "-Wno-unknown-pragmas",
-         "-fPIC", "-shared", "-fopenmp"]
-if platform.machine() in ("x86_64", "AMD64"):  # else half of AVX-512's vectors
-    FLAGS.append("-mprefer-vector-width=512")
 
 
 class Host:
@@ -103,28 +97,17 @@ def round_to_tf32(x):
 # ---- Compiling
 
 
-def flags_asked_for():
-    """CXXFLAGS, with which, even if -ffast-math is one of them, judge sees a NaN."""
-    return [*os.environ.get("CXXFLAGS", "").split(), "-fno-finite-math-only"]
-
-
 def run_compiler(command, source=""):
     """What a compiler has done with a source, and said in English."""
     return subprocess.run(command, input=source, capture_output=True, encoding="utf-8",
                           errors="replace", env=os.environ | {"LC_ALL": "C.UTF-8"})
 
 
-def compiler_of():
-    """The C++ compiler, or the CXX that is asked for; None if there is none."""
-    return os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-
-
 def found_compiler():
-    """The same. Raises UserError if there is none."""
+    """The compiler. Raises UserError if there is none."""
     compiler = compiler_of()
-    if not compiler or not shutil.which(compiler):
-        found = f"CXX={compiler} is not there" if compiler else "neither g++ nor clang++ is there"
-        raise UserError(f"{found}, and a CPU needs a C++ compiler to run the kernels: install one "
+    if why := missing(compiler):
+        raise UserError(f"{why}, and a CPU needs a C++ compiler to run the kernels: install one "
                         "(Debian, Ubuntu: apt install g++; macOS: xcode-select --install), or "
                         "train on a GPU")
     return compiler
@@ -145,7 +128,8 @@ def compiled(what, flags, source, named=None, files=(), libraries=(), warns=Fals
 
     def library_of(flags):
         # -### prints what the driver would run, and so what -march=native means on this processor.
-        target = run_compiler([compiler, *flags, "-E", "-###", "-x", "c++", os.devnull]).stderr
+        target = run_compiler([*words_of(compiler), *flags, "-E", "-###", "-x", "c++",
+                               os.devnull]).stderr
         key = hashlib.sha256(b"\0".join([(named or source).encode(), *(
             path.read_bytes() for path in files), target.encode()]))
         return cache / f"kernels_{key.hexdigest()[:16]}.so"
@@ -157,8 +141,8 @@ def compiled(what, flags, source, named=None, files=(), libraries=(), warns=Fals
         flags = without_openmp(flags)
         library = library_of(flags)
     with compiling.setdefault(library, threading.Lock()):  # one thread of this process
-        return find_or_compile(what, [compiler, *flags], source, library, libraries, warns, ahead,
-                               files)
+        return find_or_compile(what, [*words_of(compiler), *flags], source, library, libraries,
+                               warns, ahead, files)
 
 
 # What g++ says of a function that calls itself, and must be inlined
@@ -182,7 +166,7 @@ def lacks_openmp(compiler, *flags):
     def works(flags):
         with tempfile.TemporaryDirectory() as folder:
             source = "#ifdef _OPENMP\n#include <omp.h>\nint n = omp_get_max_threads();\n#endif\n"
-            return not run_compiler([compiler, *flags, "-x", "c++", "-", "-o",
+            return not run_compiler([*words_of(compiler), *flags, "-x", "c++", "-", "-o",
                                      f"{folder}/probe.so"], source).returncode
     lacks = not works(flags) and works(without_openmp(flags))  # else another flag is bad
     if lacks:
@@ -222,8 +206,7 @@ def precompiled(command, text, cache, files):
 
 def find_or_compile(what, command, source, library, libraries, warns, ahead="", files=()):
     """As compiled, given the compiler with its flags and the library's path."""
-    compiler, *flags = command
-    cache = library.parent
+    flags, compiler, cache = command, compiler_of(), library.parent
     seal = library.with_suffix(".txt")  # written last
     try:
         sealed, warnings = seal.read_text(encoding="utf-8").split("\n", 1)
@@ -239,7 +222,7 @@ def find_or_compile(what, command, source, library, libraries, warns, ahead="", 
             ahead = ahead * source.startswith(ahead)
             shared = precompiled(command, ahead, cache, files) if ahead else []
             for _ in range(2):  # again with recursion, if it is there
-                done = run_compiler([compiler, *flags, *shared, "-x", "c++", "-", *libraries, "-o",
+                done = run_compiler([*flags, *shared, "-x", "c++", "-", *libraries, "-o",
                                      temporary], source[len(ahead) * bool(shared):])
                 if done.returncode == 0:
                     made, warnings = temporary.read_bytes(), done.stderr if warns else ""

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dev.common.compiler import words_of
 from prepro_tinyshakespeare import UserError
 
 FLAG = "-fsanitize=thread"
@@ -31,8 +32,8 @@ SMALL = re.compile(r"\b(load|store|load_master|store_master|load_once|to_float|f
 def finds_races(compiler):
     """Whether a compiler can build a device that finds races: g++ from version 11 on."""
     with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run([compiler, FLAG, *MORE_FLAGS, "-E", "-dM", "-x", "c++", os.devnull],
-                              cwd=folder, capture_output=True, text=True)
+        command = [*words_of(compiler), FLAG, *MORE_FLAGS, "-E", "-dM", "-x", "c++", os.devnull]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     return (done.returncode == 0 and "__SANITIZE_THREAD__" in done.stdout
             and "__clang__" not in done.stdout)
 

@@ -32,11 +32,11 @@ from typing import NamedTuple
 import numpy as np
 
 from dev.common.cache import read_cache, write_cache
+from dev.common.compiler import compiler_of, words_of
 from dev.common.nvrtc import has_nvrtc
 from dev.common.student_text import with_unset
 from dev.cpu import races
 from dev.cpu.emulated import Emulated
-from dev.cpu.host import compiler_of
 from dev.lab import drawing, large, on_gpus
 from dev.lab.bench import GUARD, Bench
 from dev.lab.causes import describe_wrong, facts_of, wrong_number
@@ -66,8 +66,8 @@ def sanitizer_variables():
     compiler, found = compiler_of() or "g++", []
     for library in ("libasan.so", "libubsan.so"):
         with contextlib.suppress(OSError):
-            done = subprocess.run([compiler, f"-print-file-name={library}"], capture_output=True,
-                                  text=True)
+            done = subprocess.run([*words_of(compiler), f"-print-file-name={library}"],
+                                  capture_output=True, text=True)
             path = done.stdout.strip()
             if os.path.isabs(path) and os.path.exists(path):
                 found.append(path)

@@ -12,16 +12,15 @@ import argparse
 import contextlib
 import functools
 import hashlib
-import shutil
 import sys
 from pathlib import Path
 
 import numpy as np
 
 from dev.common.cache import read_cache, write_cache
+from dev.common.compiler import compiler_of, missing
 from dev.common.config import Config
 from dev.cpu import emulated, traffic
-from dev.cpu.host import compiler_of
 from dev.cpu.races import finds_races
 from dev.cpu.traffic import BANKS, LANES, SECTOR
 from dev.lab.bench import Bench
@@ -88,7 +87,7 @@ def traffic_of(what, sizes=None, dtype="fp32"):
     such as ("softmax_forward", 3). sizes: {name: number}, else those of sizes_of. Raises
     UserError."""
     compiler = compiler_of()
-    if not (compiler and shutil.which(compiler) and finds_races(compiler)):
+    if missing(compiler) or not finds_races(compiler):
         raise UserError("traffic is counted with g++ 11 or later, and there is none")
     students, own = (), isinstance(what, Submission)
     if own:

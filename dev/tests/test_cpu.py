@@ -124,6 +124,17 @@ def test_cached_libraries(device_name, folder):
         check(f"compiled again: {what}", found == (0, True, ["sum 120"]), found)
         check(f"and then loaded: {what}", launched() == (0, False, ["sum 120"]))
 
+    (folder / "my tools").mkdir()
+    (folder / "my tools/c++").symlink_to(shutil.which(compiler_of()))
+    for compiler, flags in (("env g++ -DA=1", "-O1"), (f'"{folder}/my tools/c++" -O1', "-DA='1 2'"),
+                            (f"{folder}/my\\ tools/c++ -DA=2", "-O1")):
+        found = launched(CXX=compiler, CXXFLAGS=flags)
+        check(f"CXX={compiler}", found == (0, True, ["sum 120"]), found)
+    for compiler in ("absent -O1", f"{folder}/my tools/c++", '"g++'):
+        found = launched(CXX=compiler)[2]
+        wish = f"error: CXX={compiler}: {compiler.split()[0]} is not there, and a CPU needs"
+        check(f"CXX={compiler}", found[0].startswith(wish), found)
+
     shared = "/dev/shm"  # which containers mount with noexec
     if os.access(shared, os.W_OK) and os.statvfs(shared).f_flag & getattr(os, "ST_NOEXEC", 0):
         with tempfile.TemporaryDirectory(dir=shared) as cache:

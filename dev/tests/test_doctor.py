@@ -102,7 +102,7 @@ CASES = (  # (name, the machine, exit status, how lines begin: regular expressio
         "--device cpu lacks: compiler"]),
     ("a GPU and no compiler", dict(gpu=driver(), modules=cupy(), **NO_CPU), 0, [
         "--device cuda would train", "--device cpu lacks: compiler"]),
-    ("an absent CXX", dict(CXX="absent"), 1, ["NO  compiler CXX=absent is not there -> apt"]),
+    ("an absent CXX", dict(CXX="absent"), 1, ["NO  compiler CXX=absent: absent is not"]),
     ("hidden GPUs", dict(gpu=driver(error=100), modules=cupy()), 0, [
         "NO  GPU .*error 100 -> unset CUDA_VISIBLE_DEVICES", "--device cuda lacks: GPU"]),
     ("an updated driver", dict(gpu=driver(error=803), modules=cupy()), 0, [
@@ -168,7 +168,11 @@ def test_whole_program(folder):
     for name, variables, status, wish in (
             ("as it is", {}, 0, "ok  compiler .*\n(.*\n)*--device cpu would train"),
             ("an old compiler", dict(CXX=str(compiler)), 1,
-             "NO  compiler .*old-g.. cannot compile .* set CXX to"),
+             "NO  compiler .*old-g.. cannot .*: error: unrecognized .*c..17 -> .* set CXX to"),
+            ("a compiler of two words", dict(CXX="env g++"), 0, "ok  compiler env g..\n"),
+            ("one that makes nothing", dict(CXX="true"), 1, "NO  compiler true .*made no library"),
+            ("one that cannot link", dict(CXXFLAGS='"-labsent one"'), 1,
+             "NO  compiler .*g.. cannot .*: .*cannot find -labsent one.* -> "),
             ("no compiler", dict(CXX="", PATH=empty), 1, "NO  compiler neither g"),
             ("no NumPy", dict(PYTHONPATH=str(folder)), 1,
              "NO  NumPy .*No module named numpy -> pip install")):

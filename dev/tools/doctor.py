@@ -8,13 +8,15 @@ on the CPU. This needs Python, and nothing else.
 import ctypes
 import os
 import re
-import shutil
 import subprocess
 import sys
 import warnings
 from importlib import import_module, metadata
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
+
+from dev.common.compiler import FLAGS, compiler_of, flags_asked_for, missing, words_of
 
 PIP, GPP = "pip install -r requirements.txt", "apt install g++ (macOS: xcode-select --install)"
 DRIVER = ("with an NVIDIA GPU, install its driver 580 or later (WSL2: in Windows; a notebook: "
@@ -33,14 +35,20 @@ def above(version, *least, remedy=None):
     return version
 
 
-def compiler():  # chosen as dev/cpu/host.py does
-    name = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-    if not name or not shutil.which(name):
-        raise Wrong(f"CXX={name} is not there" if name else "neither g++ nor clang++ is there")
-    command = [name, "-std=c++17", "-fsyntax-only", "dev/cpu/kernels.cpp"]
-    if subprocess.run(command, capture_output=True).returncode:
-        raise Wrong(f"{name} cannot compile {command[-1]}", f"{GPP}, or set CXX to a newer "
-                    "compiler")
+def compiler():
+    name, source = compiler_of(), "dev/cpu/kernels.cpp"
+    if why := missing(name):
+        raise Wrong(why)
+    flags = [flag for flag in (*FLAGS, *flags_asked_for()) if flag != "-fopenmp"]  # may be missing
+    with TemporaryDirectory() as folder:
+        made = Path(folder, "kernels.so")
+        done = subprocess.run([*words_of(name), *flags, "-O0", source, "-o", made], text=True,
+                              capture_output=True, env=os.environ | {"LC_ALL": "C"},
+                              errors="replace")
+        if done.returncode or not made.exists():
+            said = re.findall("^.*(?:error|cannot).*", done.stderr, re.M) or ["it made no library"]
+            raise Wrong(f"{name} cannot compile {source}: {said[0]}",
+                        f"{GPP}, or set CXX to another compiler")
     return name
 
 
@@ -146,8 +154,8 @@ def main():
               + (f" -> {remedy}" if remedy else ""))
         for place in row.needed.split():
             lacks[place] += [] if right[row.what] else [row.what]
-    for device, missing in lacks.items():
-        print(f"--device {device}", f"lacks: {', '.join(missing)}" if missing else "would train")
+    for device, lacking in lacks.items():
+        print(f"--device {device}", f"lacks: {', '.join(lacking)}" if lacking else "would train")
     return 0 if [] in lacks.values() else 1
 
 
