@@ -10,14 +10,14 @@
 All flags of `python train_gpt2.py --help` are keywords, by their long names: load(name,
 device="cpu", dtype="bf16", seq_len=256), train(name, train_data="book_train.bin", batch_size=12).
 As there, the default device is a GPU if there is one, else the CPU. Errors are UserErrors of one
-line. dev/library.ipynb shows all of it.
+line, with the flags' names. dev/library.ipynb shows all of it.
 """
+import os
 from typing import NamedTuple
 
 import train_gpt2
 from dev.common.config import check_tokens
-from dev.data.documents import cleaned
-from dev.features.order import make_training, read_flags
+from dev.features.order import checked_flags, make_training, read_flags
 from dev.features.sample import Sampling, coins_of, stream
 from dev.features.seams import GPT2
 from dev.llama3.train_llama3 import META, Llama3
@@ -93,35 +93,47 @@ class Model:
         weight_decay, clip, as for train_gpt2.GPT2.set_adamw. There is no update if the loss or the
         gradient is not finite. Raises UserError."""
         batches = self.batches(*self.pair(tokens, targets))
-        self.model.train_step(*batches, learning_rate=learning_rate, **adamw)
+        if others := adamw.keys() - {*train_gpt2.ADAMW_FLAGS}:
+            raise UserError(f"{min(others)}: expected {', '.join(train_gpt2.ADAMW_FLAGS)}")
+        flags = self.flags_of(learning_rate=learning_rate, **adamw)
+        self.model.train_step(*batches, learning_rate=flags.learning_rate, **{
+            key: getattr(flags, key) for key in adamw})
         return self.model.verdict().loss
 
     def generate(self, text, count, temperature=1.0, top_k=0, top_p=1.0, seed=42, stop=None):
         """A text and its continuation by `count` tokens, as --sample writes it. temperature=0
         always takes the likeliest token. Raises UserError, if the model's words are not known,
         too."""
-        run, text = self.training, cleaned(text)
-        written = []
-        stream(self.model, Sampling.tokens_of(run, text), run.words(), text, count, coins_of(seed),
-               temperature, top_k, written.append, top_p, stop)
+        run, written = self.training, []
+        flags = self.flags_of(sample_tokens=count, temperature=temperature, top_k=top_k,
+                              top_p=top_p, seed=seed, **{} if stop is None else dict(stop=stop))
+        stream(self.model, Sampling.tokens_of(run, checked_text(text)), run.words(), text,
+               flags.sample_tokens, coins_of(flags.seed), flags.temperature, flags.top_k,
+               written.append, flags.top_p, flags.stop)
         return "".join(written)
 
     def encode(self, text):
-        """The token ids (T,) int32 of a text, cleaned as texts to train on: Windows' line ends
-        become newlines. Raises UserError if the words are not known."""
-        return np.array(self.training.encode(cleaned(text)), np.int32)
+        """The token ids (T,) int32 of a text. Raises UserError if the words are not known."""
+        return np.array(self.training.encode(checked_text(text)), np.int32)
 
     def decode(self, tokens):
-        """The text of token ids; those that are no known word are shown as <id>."""
-        return self.training.decode(np.asarray(tokens).ravel().tolist())
+        """The text of token ids; those that are no known word are shown as <id>. Raises
+        UserError."""
+        return self.training.decode(integers(tokens).ravel().tolist())
+
+    def flags_of(self, **given):
+        """Flags with these values. Raises UserError."""
+        for key in (key for key in given if given[key] is None):
+            raise UserError(f"{key}=None: expected a value")
+        return checked_flags(arguments_of(given), type(self.model))[0]
 
     # ---- Batches
 
     def checked(self, tokens):
         """Tokens as (B,T) int32. Raises UserError."""
-        found = np.atleast_2d(tokens)
+        found = np.atleast_2d(integers(tokens))
         T = self.model.T
-        if found.dtype.kind not in "iu" or found.ndim != 2 or not found.size:
+        if found.ndim != 2 or not found.size:
             raise UserError(f"tokens of shape {found.shape} and type {found.dtype}: expected "
                             "integers (B,T)")
         if found.shape[1] > T:
@@ -190,24 +202,45 @@ class Watched:
 def architecture_of(name):
     """The class of the model that a checkpoint, a folder or a descriptor names. Raises
     UserError."""
-    if name in META or str(name).startswith("llama3:"):
+    if name in META or name.startswith("llama3:"):
         return Llama3
-    path = checkpoint_of(name or "")
+    path = checkpoint_of(name)
     return find_architecture(path)[0] if path.endswith(".bin") else GPT2
 
 
-def is_bool(value):
-    return isinstance(value, bool)
+def integers(tokens):
+    """Tokens as an array. Raises UserError."""
+    try:
+        found = np.asarray(tokens)
+    except ValueError as e:  # rows of several lengths
+        raise UserError(f"tokens: {e}: expected integers (B,T)") from None
+    if found.dtype.kind not in "iu" and found.size:
+        raise UserError(f"tokens of shape {found.shape} and type {found.dtype}: expected integers "
+                        "(B,T)")
+    return found
+
+
+def checked_text(text):
+    if not isinstance(text, str):
+        raise UserError(f"text={text!r}: expected a str")
+    return text
+
+
+def arguments_of(given):
+    """{key: value} as a command line; None is not given. Raises UserError."""
+    for key, value in given.items():
+        if not isinstance(value, str | int | float | np.number | os.PathLike | None):
+            raise UserError(f"{key}={value!r}: expected a number, a text or a path")
+    return [f"--{key.replace('_', '-')}={+value if isinstance(value, bool) else value}"
+            for key, value in given.items() if value is not None]
 
 
 def training_of(name, given, front, **more):
     """A Training that has not begun. given: flags, by their keys; more: likewise, of our own;
     front: the outermost classes. Raises UserError."""
-    name = name and str(name)
-    architecture = architecture_of(name)
-    told = {"model": name, **given, **more}
-    flags, table = read_flags([f"--{key.replace('_', '-')}={+value if is_bool(value) else value}"
-                               for key, value in told.items() if value is not None], architecture)
+    arguments = arguments_of({"model": name, **given, **more})
+    architecture = architecture_of(str(name or ""))
+    flags, table = read_flags(arguments, architecture)
     for flag in table:
         if flag.group in ELSEWHERE and flag.key in given:
             raise UserError(f"{flag.key}={given[flag.key]}: a library call is one process that "
@@ -228,11 +261,19 @@ def load(name, **flags):
 def train(name=None, callback=None, **flags):
     """Train as `python train_gpt2.py -e name` does with these flags, and return the Model.
     callback(Step) is called after each step, and no lines are printed; if it returns something
-    true, the training ends (on a GPU one step later, since the next one is queued by then). Ctrl-C
-    ends it too. Without output= nothing is kept in files. Raises UserError."""
+    true, the training ends (on a GPU one step later, since the next one is queued by then). Without
+    output= nothing is kept in files. Ctrl-C is KeyboardInterrupt after the step, and a second one
+    at once; the exception has the Model so far as `.model`. Raises UserError."""
+    if not (callback is None or callable(callback)):
+        raise UserError(f"callback={callback!r}: expected a function of a Step")
     unseen = {"sample_every": 0} if callback else {}
     training = training_of(name, unseen | flags, [Watched] if callback else [])
-    if callback:
-        training.callback = callback
-    training.run()
+    training.program, training.callback = False, callback
+    try:
+        training.run()
+        if training.signals:
+            raise KeyboardInterrupt(f"after {training.model.step} of {training.steps} steps")
+    except KeyboardInterrupt as e:
+        e.model = training.model and Model(training)
+        raise
     return Model(training)

@@ -2,16 +2,20 @@
 against the program's, and dev/library.ipynb against the outputs that it is stored with."""
 import contextlib
 import difflib
+import functools
 import io
 import json
 import os
 import re
+import signal
 import sys
 import textwrap
+import threading
 from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
+import pytest
 
 import train_gpt2
 from dev.common.config import Config, read_parameters
@@ -146,6 +150,25 @@ def test_train(device_name, folder):
     train(name, lambda step: ended.append(step) or step.number == 2, **flags)
     late = device_name == "cuda"
     check("the callback ends it", len(ended) == 2 + late, len(ended))
+    twice, before = train(name, lambda step: step.number == 2, **flags), signal.getsignal(2)
+    for times in (1, 2):
+        ended.clear()
+
+        def interrupted(step, times=times):
+            for _ in range(times * (step.number == 2)):
+                signal.raise_signal(signal.SIGINT)
+            ended.append(step)
+
+        with pytest.raises(KeyboardInterrupt) as found:
+            train(name, interrupted, **flags)
+        check(f"Ctrl-C, {times} times", len(ended) == (2 + late if times == 1 else 1), len(ended))
+        yield f"Ctrl-C, {times} times: the model so far", found.value.model.loss(
+            tokens, targets), twice.loss(tokens, targets), EXACT
+        check("handlers are as before", signal.getsignal(signal.SIGINT) == before)
+    job = threading.Thread(target=train, args=(name, ended.append), kwargs=flags)
+    job.start()
+    job.join()
+    check("in a thread", len(ended) == 1 + 6, len(ended))
     once = train(name, lambda step: step.number == 1, **flags | dict(val_every=0, shuffle=True))
     check("0 and True are flags' values", (once.val_loss, once.training.settled()["shuffle"]) == (
         None, 1))
@@ -207,6 +230,28 @@ def test_refusals(device_name, folder):
         check_refusal("targets", r"shape \(1, 3\) and targets of shape \(1, 4\)", call_of,
                       row[:, :3], row[:, :4])
         check_refusal("targets", "token 2 is 331", call_of, row[:, :3], [1, 2, 331])
+    generate = functools.partial(model.generate, text="x", count=2)
+    step = functools.partial(model.step, row[:, :3], row[:, :3])
+    for call_of, wish, flags in (
+        (generate, "--temperature: -1: expected at least 0", dict(temperature=-1)),
+        (generate, "--temperature: nan: expected", dict(temperature=float("nan"))),
+        (generate, "--top-p: 0: expected more than 0", dict(top_p=0)),
+        (generate, "--sample-tokens: -1: expected at least 0", dict(count=-1)),
+        (generate, "--seed: invalid int value: '1.5'", dict(seed=1.5)),
+        (generate, "top_k=None: expected a value", dict(top_k=None)),
+        (generate, r"stop=b'\.': expected", dict(stop=b".")),
+        (generate, "text=b'x': expected a str", dict(text=b"x")),
+        (step, "--learning-rate: nan: expected", dict(learning_rate=float("nan"))),
+        (step, "--beta1: 1: expected at least 0 and below 1", dict(beta1=1)),
+        (step, "steps: expected beta1, ", dict(steps=2)),
+        (model.encode, "text=None: expected a str", dict(text=None)),
+        (model.decode, "type float64: expected integers", dict(tokens=[0.5])),
+        (model.logits, "tokens: .*: expected integers", dict(tokens=[[1], [1, 2]])),
+        (train, "--steps: -2: expected at least -1", dict(name="1x2x64", steps=-2)),
+        (train, "callback=5: expected a function", dict(name="1x2x64", callback=5)),
+        (load, r"model=b'x': expected a number, a text or a path", dict(name=b"x")),
+        (load, r"batch_size=\[1\]: expected a number", dict(name=TINY, batch_size=[1]))):
+        check_refusal("a value", wish, functools.partial(call_of, **flags))
     with contextlib.redirect_stdout(None):
         check_refusal("generate", "the tokens of a text in its vocabulary are not known",
                       model.generate, "To be", 3)
