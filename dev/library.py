@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 import train_gpt2
 from dev.common.config import check_tokens
-from dev.features.order import checked_flags, make_training, read_flags
+from dev.common.flags import parse_flags
+from dev.features.order import make_training, read_flags, table_of_flags
 from dev.features.sample import Sampling, coins_of, stream
 from dev.features.seams import GPT2
 from dev.llama3.train_llama3 import META, Llama3
@@ -27,6 +28,7 @@ from prepro_tinyshakespeare import UserError
 import numpy as np  # after prepro_tinyshakespeare, which sets how its threads wait
 
 LONGEST = 1024  # T of a model that is loaded without seq_len, at most
+VALUES = str | int | float | np.number | os.PathLike
 ELSEWHERE = "instead of training", "several GPUs"  # groups of flags that only the program has
 
 
@@ -93,11 +95,9 @@ class Model:
         weight_decay, clip, as for train_gpt2.GPT2.set_adamw. There is no update if the loss or the
         gradient is not finite. Raises UserError."""
         batches = self.batches(*self.pair(tokens, targets))
-        if others := adamw.keys() - {*train_gpt2.ADAMW_FLAGS}:
-            raise UserError(f"{min(others)}: expected {', '.join(train_gpt2.ADAMW_FLAGS)}")
         flags = self.flags_of(learning_rate=learning_rate, **adamw)
-        self.model.train_step(*batches, learning_rate=flags.learning_rate, **{
-            key: getattr(flags, key) for key in adamw})
+        given = {key: getattr(flags, key) for key in ("learning_rate", *adamw)}
+        self.model.train_step(*batches, **given)
         return self.model.verdict().loss
 
     def generate(self, text, count, temperature=1.0, top_k=0, top_p=1.0, seed=42, stop=None):
@@ -105,35 +105,36 @@ class Model:
         always takes the likeliest token. Raises UserError, if the model's words are not known,
         too."""
         run, written = self.training, []
-        flags = self.flags_of(sample_tokens=count, temperature=temperature, top_k=top_k,
-                              top_p=top_p, seed=seed, **{} if stop is None else dict(stop=stop))
-        stream(self.model, Sampling.tokens_of(run, checked_text(text)), run.words(), text,
+        flags = self.flags_of(sample=text, sample_tokens=count, temperature=temperature,
+                              top_k=top_k, top_p=top_p, seed=seed, stop=stop or "")
+        stream(self.model, Sampling.tokens_of(run, flags.sample), run.words(), flags.sample,
                flags.sample_tokens, coins_of(flags.seed), flags.temperature, flags.top_k,
                written.append, flags.top_p, flags.stop)
         return "".join(written)
 
     def encode(self, text):
         """The token ids (T,) int32 of a text. Raises UserError if the words are not known."""
-        return np.array(self.training.encode(checked_text(text)), np.int32)
+        return np.array(self.training.encode(self.flags_of(sample=text).sample), np.int32)
 
     def decode(self, tokens):
-        """The text of token ids; those that are no known word are shown as <id>. Raises
-        UserError."""
-        return self.training.decode(integers(tokens).ravel().tolist())
+        """The text of token ids; those that are no known word are shown as <id>."""
+        return self.training.decode(np.asarray(tokens).ravel().tolist())
 
     def flags_of(self, **given):
         """Flags with these values. Raises UserError."""
-        for key in (key for key in given if given[key] is None):
-            raise UserError(f"{key}=None: expected a value")
-        return checked_flags(arguments_of(given), type(self.model))[0]
+        table, _ = table_of_flags(train_gpt2.FLAGS, type(self.config))
+        return parse_flags("", table, arguments_of(given, kinds=VALUES), defaults=False)
 
     # ---- Batches
 
     def checked(self, tokens):
         """Tokens as (B,T) int32. Raises UserError."""
-        found = np.atleast_2d(integers(tokens))
+        try:
+            found = np.atleast_2d(tokens)
+        except ValueError as e:
+            raise UserError(f"tokens: {e}: expected integers (B,T)") from None
         T = self.model.T
-        if found.ndim != 2 or not found.size:
+        if found.dtype.kind not in "iu" or found.ndim != 2 or not found.size:
             raise UserError(f"tokens of shape {found.shape} and type {found.dtype}: expected "
                             "integers (B,T)")
         if found.shape[1] > T:
@@ -208,28 +209,10 @@ def architecture_of(name):
     return find_architecture(path)[0] if path.endswith(".bin") else GPT2
 
 
-def integers(tokens):
-    """Tokens as an array. Raises UserError."""
-    try:
-        found = np.asarray(tokens)
-    except ValueError as e:  # rows of several lengths
-        raise UserError(f"tokens: {e}: expected integers (B,T)") from None
-    if found.dtype.kind not in "iu" and found.size:
-        raise UserError(f"tokens of shape {found.shape} and type {found.dtype}: expected integers "
-                        "(B,T)")
-    return found
-
-
-def checked_text(text):
-    if not isinstance(text, str):
-        raise UserError(f"text={text!r}: expected a str")
-    return text
-
-
-def arguments_of(given):
+def arguments_of(given, kinds=VALUES | None):
     """{key: value} as a command line; None is not given. Raises UserError."""
     for key, value in given.items():
-        if not isinstance(value, str | int | float | np.number | os.PathLike | None):
+        if not isinstance(value, kinds):
             raise UserError(f"{key}={value!r}: expected a number, a text or a path")
     return [f"--{key.replace('_', '-')}={+value if isinstance(value, bool) else value}"
             for key, value in given.items() if value is not None]
@@ -264,7 +247,7 @@ def train(name=None, callback=None, **flags):
     true, the training ends (on a GPU one step later, since the next one is queued by then). Without
     output= nothing is kept in files. Ctrl-C is KeyboardInterrupt after the step, and a second one
     at once; the exception has the Model so far as `.model`. Raises UserError."""
-    if not (callback is None or callable(callback)):
+    if callback is not None and not callable(callback):
         raise UserError(f"callback={callback!r}: expected a function of a Step")
     unseen = {"sample_every": 0} if callback else {}
     training = training_of(name, unseen | flags, [Watched] if callback else [])

@@ -12,11 +12,10 @@ from prepro_tinyshakespeare import UserError
 
 import numpy as np  # after prepro_tinyshakespeare, which has said how its threads are to wait
 
-from dev.common.compiler import FLAGS, flags_asked_for
 from dev.common.cuda_source import check_arrays, checked_kernels, parameters_of
 from dev.cpu import races
 from dev.cpu.emulated import ALWAYS, HEADERS, KERNELS, Emulated
-from dev.cpu.host import Host, compiled, loaded, round_to_tf32
+from dev.cpu.host import FLAGS, Host, compiled, flags_asked_for, loaded, round_to_tf32
 from train_gpt2 import BF16, SIZES
 
 LOOPS = Path(__file__).resolve().parent / "kernels.cpp"

@@ -12,11 +12,11 @@ from prepro_tinyshakespeare import UserError
 
 import numpy as np  # after prepro_tinyshakespeare, which has said how its threads are to wait
 
-from dev.common.compiler import FLAGS, flags_asked_for, words_of
+from dev.common.compiler import words_of
 from dev.common.cuda_source import check_arrays, checked_kernels
 from dev.common.student_text import for_cpu
 from dev.cpu import races
-from dev.cpu.host import Host, compiled, found_compiler, loaded
+from dev.cpu.host import FLAGS, Host, compiled, flags_asked_for, found_compiler, loaded
 from dev.cpu.places import with_calls
 from train_gpt2 import SIZES, FastCuda, aligned_bytes
 

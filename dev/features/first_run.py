@@ -100,23 +100,22 @@ class Interrupted:
 
     def save(self, done, batches):
         super().save(done, batches)
-        if self.is_small() and self.signals and not (self.flags.output or self.rank):
+        if self.signals and self.is_small() and not (self.flags.output or self.rank):
             names = (f"interrupted_{done:08d}" + f"_{n}" * (n > 1) for n in itertools.count(1))
             name = next(name for name in names if not os.path.exists(f"{name}.bin"))
             if self.vocabulary:
                 write_vocabulary(f"{name}_tokenizer.bin", self.vocabulary)
             self.kept = f"{name}.bin"
-            replace_file(self.kept, map(self.device.get, checkpoint_parts(
-                self.config, self.model.params, self.device.real)))
+            parts = checkpoint_parts(self.config, self.model.params, self.device.real)
+            replace_file(self.kept, map(self.device.get, parts))
 
     def is_small(self):
-        return self.program and self.chosen and not self.from_file
+        return self.chosen and self.program and not self.from_file
 
     def train(self):
         super().train()
-        flags = self.flags
-        if (self.is_small() and self.stopping and self.signals[0] == signal.SIGINT
-                and flags.sample_every and flags.sample_tokens):
+        asked = self.flags.sample_every and self.flags.sample_tokens
+        if self.stopping and self.signals[:1] == [signal.SIGINT] and self.is_small() and asked:
             self.sample()
 
     def what_is_left(self):

@@ -157,18 +157,12 @@ def check_refused(flags):
         raise UserError(why)
 
 
-def checked_flags(arguments, Model):
+def read_flags(arguments, Model):
     """(flags, all Flags) of a command line, for an architecture. Raises UserError."""
     table, groups = table_of_flags(train_gpt2.FLAGS, Model.Config)
     flags = parse_flags("Train from raw kernels.", table, arguments, defaults=False, groups=groups)
     flags = sample.without_text(config_file.with_file(flags, table))
     check_needs(flags, table)
-    return flags, table
-
-
-def read_flags(arguments, Model):
-    """The same, with a checkpoint and a device."""
-    flags, table = checked_flags(arguments, Model)
     flags = newest.with_checkpoint(flags, Model.Config)
     device = flags.device or ("cuda" if has_gpu() else "cpu")
     return with_values(flags, device=device), table

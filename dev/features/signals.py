@@ -1,10 +1,7 @@
 """Ctrl-C, SIGTERM or SIGHUP (a terminal that closes): the run finishes its step, saves the weights,
 skips the last validation and sample, and exits with status 128 + the signal's number. A second
-Ctrl-C ends it at once.
-
-Before the first step is finished there is nothing to save: a signal ends the run at once, and what
-takes long is said. All of this is the program's. In a library call, Ctrl-C raises KeyboardInterrupt
-after the step, and a second one at once.
+Ctrl-C ends it at once. So does any signal before the first step is finished, since there is nothing
+to save. In a library call, Ctrl-C alone is handled: it is KeyboardInterrupt in the end.
 """
 import contextlib
 import os
@@ -23,68 +20,65 @@ def numbers():
     return [signal.SIGINT, signal.SIGTERM, *([] if ignored else [signal.SIGHUP])]
 
 
-def handled_by(handler, numbers):
-    """A stack in which this is the handler of these signals. Only the main thread may set any."""
-    stack = contextlib.ExitStack()
-    if threading.current_thread() is threading.main_thread():
-        for number in numbers:
-            stack.callback(signal.signal, number, signal.signal(number, handler))
-    return stack
+def in_main_thread():
+    """Whether this thread may handle signals."""
+    return threading.current_thread() is threading.main_thread()
 
 
-def stop_signals(came):
-    """Signals append their number to `came`, the first that comes. A second Ctrl-C ends the
-    program."""
+@contextlib.contextmanager
+def handled(handler, numbers):
+    """While entered, this is the handler of these signals, if this thread may set it."""
+    before = [signal.signal(number, handler) for number in numbers if in_main_thread()]
+    try:
+        yield
+    finally:
+        for number, old in zip(numbers, before):
+            signal.signal(number, old)
+
+
+def stop_signals(came, program):
+    """Signals append their number to `came`. A second Ctrl-C ends the program; in a library call it
+    is KeyboardInterrupt at once."""
+    expected = numbers() if program else [signal.SIGINT]
+
     def handler(number, frame):
         came.append(number)
-        for other in numbers():  # a scheduler and a launcher may both send SIGTERM
-            signal.signal(other, signal.SIG_DFL if other == signal.SIGINT else signal.SIG_IGN)
+        for other in expected:  # a scheduler and a launcher may both send SIGTERM
+            signal.signal(other, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_DFL if program else signal.default_int_handler)
         with contextlib.suppress(OSError):  # print may be interrupted
             os.write(2, b"\nstopping after this step; Ctrl-C once more leaves at once\n")
 
-    return handled_by(handler, numbers())
-
-
-def interrupts(came):
-    """The first Ctrl-C appends its number to `came`. A second one is KeyboardInterrupt at once."""
-    def handler(number, frame):
-        came.append(number)
-        signal.signal(number, signal.default_int_handler)
-
-    return handled_by(handler, [signal.SIGINT])
+    return handled(handler, expected)
 
 
 @contextlib.contextmanager
 def beginning(training):
     """A signal ends the process at once. A thread waits for it, since Python's handlers would wait
     for a kernel of a minute; and it says what takes long."""
-    expected = numbers()
     reader, writer = os.pipe()
 
     def watch():
         said = None
-        while True:
-            if not select.select([reader], [], [], PATIENCE)[0]:
-                if said != training.doing:
-                    said = training.doing
-                    training.say(f"still busy with {said}; Ctrl-C leaves at once")
-                continue
-            number = os.read(reader, 1)
-            if not number:
-                break
-            if number[0] in expected:
-                with contextlib.suppress(OSError):
-                    os.write(2, b"\ninterrupted before the end of the first step\n")
-                os._exit(128 + number[0])
+        while not select.select([reader], [], [], PATIENCE)[0]:
+            if said != training.doing:
+                said = training.doing
+                training.say(f"no step is finished yet: {said}; Ctrl-C leaves at once")
+        for number in os.read(reader, 1):  # none if the first step is finished
+            with contextlib.suppress(OSError):
+                os.write(2, b"\ninterrupted before the end of the first step\n")
+            os._exit(128 + number)
         os.close(reader)
 
-    with handled_by(lambda number, frame: None, expected) as handlers:
-        os.set_blocking(writer, False)
+    os.set_blocking(writer, False)
+    threading.Thread(target=watch, daemon=True).start()
+    with handled(lambda number, frame: None, numbers()):
         signal.set_wakeup_fd(writer)
-        handlers.callback(os.close, writer)
-        handlers.callback(signal.set_wakeup_fd, -1)
-        threading.Thread(target=watch, daemon=True).start()
-        yield
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(-1)
+            os.close(writer)
 
 
 class Stopped(Exception):
@@ -93,14 +87,15 @@ class Stopped(Exception):
 
 class Stoppable:
     """Training that a signal can stop."""
-    program = True  # and not a library call
+    program = True  # and no library call
 
     def __init__(self, flags, Model):
         super().__init__(flags, Model)
         self.signals = []  # the numbers of the signals that have come
         self.stopping = False  # whether the run ends because of one
         self.handlers = contextlib.ExitStack()
-        self.doing = ""  # before the first step is finished
+        self.begun = False  # whether a step is finished
+        self.doing = ""
 
     def run(self):
         with self.handlers:  # set in train(); before that, Ctrl-C ends the program
@@ -109,30 +104,21 @@ class Stoppable:
 
     def train(self):
         """As Training.train; to a caller such as Kept.train, a signal looks like a normal end."""
-        self.doing = f"the first step, of {self.total_batch:,} tokens (-d)"
-        if not self.program:
-            self.handlers.enter_context(interrupts(self.signals))
-        elif threading.current_thread() is threading.main_thread():
-            self.handlers.enter_context(beginning(self))
+        begins = self.program and in_main_thread()
+        self.handlers.enter_context(beginning(self) if begins else
+                                    stop_signals(self.signals, self.program))
         with contextlib.suppress(Stopped):
             super().train()
         if self.signals:
             self.say(f"interrupted after {self.model.step} of {self.steps} steps; "
                      f"{self.what_is_left()}")
 
-    def validate(self, done):
-        before = self.doing
-        self.doing = "the validation before the first step (-v 0: none)"
-        loss = super().validate(done)
-        self.doing = before
-        return loss
-
     def report(self, queued, verdict):
         super().report(queued, verdict)
-        if self.program and self.doing:
-            self.doing = ""
+        if self.program and not self.begun:
             self.handlers.close()
-            self.handlers.enter_context(stop_signals(self.signals))
+            self.handlers.enter_context(stop_signals(self.signals, self.program))
+        self.begun = True
 
     def told_to_stop(self, done):
         """Called once before each step, and once after the last."""
@@ -140,9 +126,11 @@ class Stoppable:
 
     def pause(self, done, batches):
         self.stopping = self.told_to_stop(done)
+        self.doing = "it validates (-v 0: never)"
         super().pause(done, batches)
         if self.stopping:
             raise Stopped
+        self.doing = f"it computes {self.total_batch:,} tokens (-d)"
 
     def validates(self, done):
         return super().validates(done) and not self.stopping

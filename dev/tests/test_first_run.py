@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -233,6 +234,32 @@ def test_resume(folder):
             convert.main([str(path), str(whole / "hf")])
             convert.main([str(whole / "hf"), str(whole / "back.bin")])
         check(f"{name}: converted and back", (whole / "back.bin").read_bytes() == path.read_bytes())
+
+
+def test_interrupted(folder):
+    """A signal in a first run leaves the weights of its step in a file that it names, beside those
+    of earlier runs, and Ctrl-C a last sample; with -e, or with -o, there is no such file."""
+    flags = *data_of(folder), "-v", 0, "-u", 0, "-q", 1, "-g", 9, "-s", 10**6
+    for number, *more in ((signal.SIGINT,), (signal.SIGINT, "-s", 0), (signal.SIGTERM,),
+                          (signal.SIGINT, "-e", "1x2x64"), (signal.SIGINT, "-o", "kept")):
+        child = subprocess.Popen(
+            [sys.executable, TOP / "train_gpt2.py", *map(str, (*flags, *more))], text=True,
+            stdout=subprocess.PIPE, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+        next(line for line in child.stdout if line.startswith("step    2/"))
+        child.send_signal(number)
+        text, _ = child.communicate(timeout=60)
+        step = int(re.search(r"interrupted after (\d+) of", text)[1])
+        check(f"{number} {more}: a sample", ("generating:" in text) ==
+              (number == signal.SIGINT and more in ([], ["-o", "kept"])), text)
+        name = re.search(r"its weights are in (\S+): -e", text)
+        check(f"{number} {more}: a file", bool(name) == (more in ([], ["-s", 0])), text)
+        if name:
+            call(*flags, "-x", step, "-s", 0, "-o", f"whole {name[1]}")
+            wish = (folder / f"whole {name[1]}/model_{step:08d}.bin").read_bytes()
+            check(f"{number} {more}: its weights", (folder / name[1]).read_bytes() == wish)
+            status, said, _ = call("--device", "cpu", "-e", name[1], "--sample", "The ", "-g", 3)
+            check(f"{number} {more}: it writes", status == 0 and not re.search(r"<\d+>", said), said)
+            (folder / name[1]).rename(f"interrupted_{step + 1:08d}.bin")
 
 
 def test_dry_run(folder):

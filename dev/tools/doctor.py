@@ -16,7 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
-from dev.common.compiler import FLAGS, compiler_of, flags_asked_for, missing, words_of
+from dev.common.compiler import compiler_of, missing, words_of
 
 PIP, GPP = "pip install -r requirements.txt", "apt install g++ (macOS: xcode-select --install)"
 DRIVER = ("with an NVIDIA GPU, install its driver 580 or later (WSL2: in Windows; a notebook: "
@@ -39,12 +39,12 @@ def compiler():
     name, source = compiler_of(), "dev/cpu/kernels.cpp"
     if why := missing(name):
         raise Wrong(why)
-    flags = [flag for flag in (*FLAGS, *flags_asked_for()) if flag != "-fopenmp"]  # may be missing
+    flags = "-std=c++17", "-march=native", "-fPIC", "-shared"  # of dev/cpu/host.py
     with TemporaryDirectory() as folder:
         made = Path(folder, "kernels.so")
-        done = subprocess.run([*words_of(name), *flags, "-O0", source, "-o", made], text=True,
-                              capture_output=True, env=os.environ | {"LC_ALL": "C"},
-                              errors="replace")
+        command = [*words_of(name), *flags, *words_of(os.environ.get("CXXFLAGS", ""))]
+        done = subprocess.run([*command, "-O0", source, "-o", made], capture_output=True, text=True,
+                              errors="replace", env=os.environ | {"LC_ALL": "C"})
         if done.returncode or not made.exists():
             said = re.findall("^.*(?:error|cannot).*", done.stderr, re.M) or ["it made no library"]
             raise Wrong(f"{name} cannot compile {source}: {said[0]}",
