@@ -94,28 +94,25 @@ class FirstRun:
 
 
 class Interrupted:
-    """Training whose small model, if it chose one without -e, outlives a signal."""
+    """Training without -o whose small model, if it chose one without -e, outlives a signal."""
     chosen = False  # whether -e was not given
     kept = ""  # the file of its weights
 
     def save(self, done, batches):
         super().save(done, batches)
-        if self.signals and self.is_small() and not (self.flags.output or self.rank):
+        if self.signals and self.chosen and self.program and not (self.from_file or self.rank):
             names = (f"interrupted_{done:08d}" + f"_{n}" * (n > 1) for n in itertools.count(1))
             name = next(name for name in names if not os.path.exists(f"{name}.bin"))
             if self.vocabulary:
                 write_vocabulary(f"{name}_tokenizer.bin", self.vocabulary)
-            self.kept = f"{name}.bin"
             parts = checkpoint_parts(self.config, self.model.params, self.device.real)
-            replace_file(self.kept, map(self.device.get, parts))
-
-    def is_small(self):
-        return self.chosen and self.program and not self.from_file
+            replace_file(f"{name}.bin", map(self.device.get, parts))
+            self.kept = f"{name}.bin"
 
     def train(self):
         super().train()
         asked = self.flags.sample_every and self.flags.sample_tokens
-        if self.stopping and self.signals[:1] == [signal.SIGINT] and self.is_small() and asked:
+        if self.kept and self.stopping and self.signals[0] == signal.SIGINT and asked:
             self.sample()
 
     def what_is_left(self):
@@ -124,5 +121,5 @@ class Interrupted:
 
 
 FEATURE = Feature("first run", training=FirstRun)
-INTERRUPTED = Feature("interrupted first run", lambda flags, ranks: trains(flags),
-                      training=Interrupted)
+INTERRUPTED = Feature("interrupted first run", lambda flags, ranks: trains(flags) and
+                      not flags.output, training=Interrupted)

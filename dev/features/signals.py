@@ -15,20 +15,15 @@ PATIENCE = 10  # seconds without a finished step, after which a run says what ta
 
 
 def numbers():
-    """The signals that end a run. nohup ignores SIGHUP, and then so do we."""
+    """The signals that end a run. SIGHUP stays ignored, as by nohup."""
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    return [signal.SIGINT, signal.SIGTERM, *([] if ignored else [signal.SIGHUP])]
-
-
-def in_main_thread():
-    """Whether this thread may handle signals."""
-    return threading.current_thread() is threading.main_thread()
+    return [signal.SIGINT, signal.SIGTERM, signal.SIGHUP][: 2 if ignored else 3]
 
 
 @contextlib.contextmanager
 def handled(handler, numbers):
-    """While entered, this is the handler of these signals, if this thread may set it."""
-    before = [signal.signal(number, handler) for number in numbers if in_main_thread()]
+    """While entered, this is the handler of these signals."""
+    before = [signal.signal(number, handler) for number in numbers]
     try:
         yield
     finally:
@@ -57,20 +52,17 @@ def beginning(training):
     """A signal ends the process at once. A thread waits for it, since Python's handlers would wait
     for a kernel of a minute; and it says what takes long."""
     reader, writer = os.pipe()
+    os.set_blocking(writer, False)
 
     def watch():
-        said = None
-        while not select.select([reader], [], [], PATIENCE)[0]:
-            if said != training.doing:
-                said = training.doing
-                training.say(f"no step is finished yet: {said}; Ctrl-C leaves at once")
+        if not select.select([reader], [], [], PATIENCE)[0]:
+            training.say(f"no step is finished yet: {training.doing}; Ctrl-C leaves at once")
         for number in os.read(reader, 1):  # none if the first step is finished
             with contextlib.suppress(OSError):
                 os.write(2, b"\ninterrupted before the end of the first step\n")
             os._exit(128 + number)
         os.close(reader)
 
-    os.set_blocking(writer, False)
     threading.Thread(target=watch, daemon=True).start()
     with handled(lambda number, frame: None, numbers()):
         signal.set_wakeup_fd(writer)
@@ -104,20 +96,22 @@ class Stoppable:
 
     def train(self):
         """As Training.train; to a caller such as Kept.train, a signal looks like a normal end."""
-        begins = self.program and in_main_thread()
-        self.handlers.enter_context(beginning(self) if begins else
-                                    stop_signals(self.signals, self.program))
+        self.handle(beginning(self) if self.program else stop_signals(self.signals, False))
         with contextlib.suppress(Stopped):
             super().train()
         if self.signals:
             self.say(f"interrupted after {self.model.step} of {self.steps} steps; "
                      f"{self.what_is_left()}")
 
+    def handle(self, signals):
+        self.handlers.close()
+        if threading.current_thread() is threading.main_thread():  # no other one may do that
+            self.handlers.enter_context(signals)
+
     def report(self, queued, verdict):
         super().report(queued, verdict)
         if self.program and not self.begun:
-            self.handlers.close()
-            self.handlers.enter_context(stop_signals(self.signals, self.program))
+            self.handle(stop_signals(self.signals, True))
         self.begun = True
 
     def told_to_stop(self, done):

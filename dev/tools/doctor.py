@@ -160,7 +160,4 @@ def main():
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit(print("interrupted", file=sys.stderr) or 130)
+    sys.exit(main())
