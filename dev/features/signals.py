@@ -20,59 +20,6 @@ def numbers():
     return [signal.SIGINT, signal.SIGTERM, signal.SIGHUP][: 2 if ignored else 3]
 
 
-@contextlib.contextmanager
-def handled(handler, numbers):
-    """While entered, this is the handler of these signals."""
-    before = [signal.signal(number, handler) for number in numbers]
-    try:
-        yield
-    finally:
-        for number, old in zip(numbers, before):
-            signal.signal(number, old)
-
-
-def stop_signals(came, program):
-    """Signals append their number to `came`. A second Ctrl-C ends the program; in a library call it
-    is KeyboardInterrupt at once."""
-    expected = numbers() if program else [signal.SIGINT]
-
-    def handler(number, frame):
-        came.append(number)
-        for other in expected:  # a scheduler and a launcher may both send SIGTERM
-            signal.signal(other, signal.SIG_IGN)
-        signal.signal(signal.SIGINT, signal.SIG_DFL if program else signal.default_int_handler)
-        with contextlib.suppress(OSError):  # print may be interrupted
-            os.write(2, b"\nstopping after this step; Ctrl-C once more leaves at once\n")
-
-    return handled(handler, expected)
-
-
-@contextlib.contextmanager
-def beginning(training):
-    """A signal ends the process at once. A thread waits for it, since Python's handlers would wait
-    for a kernel of a minute; and it says what takes long."""
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-
-    def watch():
-        if not select.select([reader], [], [], PATIENCE)[0]:
-            training.say(f"no step is finished yet: {training.doing}; Ctrl-C leaves at once")
-        for number in os.read(reader, 1):  # none if the first step is finished
-            with contextlib.suppress(OSError):
-                os.write(2, b"\ninterrupted before the end of the first step\n")
-            os._exit(128 + number)
-        os.close(reader)
-
-    threading.Thread(target=watch, daemon=True).start()
-    with handled(lambda number, frame: None, numbers()):
-        signal.set_wakeup_fd(writer)
-        try:
-            yield
-        finally:
-            signal.set_wakeup_fd(-1)
-            os.close(writer)
-
-
 class Stopped(Exception):
     """Leaves the loop: a signal has come, and the weights are saved."""
 
@@ -85,34 +32,68 @@ class Stoppable:
         super().__init__(flags, Model)
         self.signals = []  # the numbers of the signals that have come
         self.stopping = False  # whether the run ends because of one
-        self.handlers = contextlib.ExitStack()
-        self.begun = False  # whether a step is finished
+        self.watched = False  # whether no step is finished yet
         self.doing = ""
+        self.handlers, self.beginning = contextlib.ExitStack(), contextlib.ExitStack()
 
     def run(self):
-        with self.handlers:  # set in train(); before that, Ctrl-C ends the program
+        with self.handlers, self.beginning:  # of train(); before that, Ctrl-C ends the program
             status = super().run()
         return 128 + self.signals[0] if self.signals else status
 
     def train(self):
         """As Training.train; to a caller such as Kept.train, a signal looks like a normal end."""
-        self.handle(beginning(self) if self.program else stop_signals(self.signals, False))
+        if threading.current_thread() is threading.main_thread():  # no other one may handle any
+            (self.begin if self.program else self.handle)()
         with contextlib.suppress(Stopped):
             super().train()
         if self.signals:
             self.say(f"interrupted after {self.model.step} of {self.steps} steps; "
                      f"{self.what_is_left()}")
 
-    def handle(self, signals):
-        self.handlers.close()
-        if threading.current_thread() is threading.main_thread():  # no other one may do that
-            self.handlers.enter_context(signals)
+    def begin(self):
+        """Until a step is finished, signals write their number to a pipe."""
+        self.watched = True
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        self.handle(lambda number, frame: None)
+        signal.set_wakeup_fd(writer)
+        self.beginning.callback(os.close, writer)
+        self.beginning.callback(signal.set_wakeup_fd, -1)
+        threading.Thread(target=self.watch, args=[reader], daemon=True).start()
+
+    def watch(self, reader):
+        """In a thread, since Python's handlers would wait for a kernel of a minute: say what takes
+        long, and end the process at a signal."""
+        if not select.select([reader], [], [], PATIENCE)[0]:
+            self.say(f"no step is finished yet: {self.doing}; Ctrl-C leaves at once")
+        for number in os.read(reader, 1):  # none if a step is finished
+            with contextlib.suppress(OSError):
+                os.write(2, b"\ninterrupted before the end of the first step\n")
+            os._exit(128 + number)
+        os.close(reader)
 
     def report(self, queued, verdict):
         super().report(queued, verdict)
-        if self.program and not self.begun:
-            self.handle(stop_signals(self.signals, True))
-        self.begun = True
+        if self.watched:
+            self.handle()
+            self.beginning.close()
+        self.watched = False
+
+    def handle(self, handler=None):
+        """Let signals call this, or stop(), until the run ends."""
+        for number in numbers() if self.program else [signal.SIGINT]:
+            old = signal.signal(number, handler or self.stop)
+            self.handlers.callback(signal.signal, number, old)
+
+    def stop(self, number, frame):
+        """A second Ctrl-C ends the program. In a library call it is KeyboardInterrupt at once."""
+        self.signals.append(number)
+        for other in numbers() if self.program else ():  # a scheduler and a launcher may send it
+            signal.signal(other, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_DFL if self.program else signal.default_int_handler)
+        with contextlib.suppress(OSError):  # print may be interrupted
+            os.write(2, b"\nstopping after this step; Ctrl-C once more leaves at once\n")
 
     def told_to_stop(self, done):
         """Called once before each step, and once after the last."""
