@@ -7,7 +7,6 @@ occur too rarely to be learned.)
 
 Ctrl-C does not lose such a model: without -o it goes to a file, and it writes a last sample.
 """
-import itertools
 import os
 import signal
 
@@ -101,8 +100,9 @@ class Interrupted:
     def save(self, done, batches):
         super().save(done, batches)
         if self.signals and self.chosen and self.program and not (self.from_file or self.rank):
-            names = (f"interrupted_{done:08d}" + f"_{n}" * (n > 1) for n in itertools.count(1))
-            name = next(name for name in names if not os.path.exists(f"{name}.bin"))
+            name = f"interrupted_{done:08d}"
+            while os.path.exists(f"{name}.bin"):
+                name += "_again"
             if self.vocabulary:
                 write_vocabulary(f"{name}_tokenizer.bin", self.vocabulary)
             parts = checkpoint_parts(self.config, self.model.params, self.device.real)

@@ -32,8 +32,7 @@ class Stoppable:
         super().__init__(flags, Model)
         self.signals = []  # the numbers of the signals that have come
         self.stopping = False  # whether the run ends because of one
-        self.watched = False  # whether no step is finished yet
-        self.doing = ""
+        self.watched, self.doing = False, ""  # whether no step is finished yet, and why
         self.handlers, self.beginning = contextlib.ExitStack(), contextlib.ExitStack()
 
     def run(self):

@@ -89,7 +89,7 @@ def test_killed_runs(device_name, folder, kills):
 
 def test_signals(device_name, folder):
     """SIGTERM, Ctrl-C and a terminal that closes end a run after its step, with a checkpoint that
-    resumes. A second Ctrl-C ends it at once. nohup lets it go on."""
+    resumes. A second Ctrl-C ends it at once. With nohup, it goes on without its terminal."""
     flags, whole = ("-x", 60, "-v", 0, "-s", 0, "-n", 60), folder / "whole"
     train(device_name, folder, whole, *flags)
     for number, status in ((signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)):
@@ -105,22 +105,17 @@ def test_signals(device_name, folder):
         train(device_name, folder, output, *flags, "-y", 1)
         same(bytes_of(output, 60), bytes_of(whole, 60), f"{output.name} resumed")
 
-    child = start(device_name, folder, folder / "nohup", *flags,
-                  preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
-    wait_for(child.stdout, "step    5/")
-    child.send_signal(signal.SIGHUP)
-    check("nohup: to the end", "step   60/60" in child.communicate()[0] and not child.returncode)
-
-    for name, status in (("tee", 130), ("terminal", 129)):  # tee gets the same Ctrl-C
-        ours, its = os.pipe() if name == "tee" else pty.openpty()
+    for name, status, prepare in (
+            ("nohup, and tee", 130, lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)),
+            ("a terminal", 129, lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0))):
+        ours, its = os.pipe() if "tee" in name else pty.openpty()
         child = start(device_name, folder, folder / name, *flags, "-x", 2000, stdin=its, stdout=its,
-                      stderr=its, start_new_session=True, preexec_fn=None if name == "tee" else
-                      lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0))
+                      stderr=its, start_new_session=True, preexec_fn=prepare)
         os.close(its)
         with open(ours) as lines:
             next(line for line in lines if "step    5/" in line)
-        if name == "tee":  # the terminal that closes sends SIGHUP
-            child.send_signal(signal.SIGINT)
+        for number in (signal.SIGHUP, signal.SIGINT) if "tee" in name else ():
+            child.send_signal(number)  # a terminal that closes sends one itself
         yield f"{name}: exit status", child.wait(60), status, EXACT
         check(f"{name}: a whole checkpoint", len(whole_ones(folder / name)) == 1)
 

@@ -53,10 +53,9 @@ def start(flags, work):
         status = work(ranks) or 0  # a run that ends well has none
         meeting.leave()
     except (UserError, OSError, KeyboardInterrupt) as e:
-        interrupted = isinstance(e, KeyboardInterrupt)
-        status = 130 if interrupted else 1
-        print("interrupted" if interrupted else f"error: {e}", file=sys.stderr)
-        meeting.fail("interrupted" if interrupted else e)
+        status = 130 if isinstance(e, KeyboardInterrupt) else 1
+        print(f"error: {e}" if str(e) else "interrupted", file=sys.stderr)
+        meeting.fail(e if str(e) else "interrupted")
     except BaseException as e:
         traceback.print_exc(file=sys.__stderr__)
         meeting.fail(f"{type(e).__name__}: {e}")
