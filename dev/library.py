@@ -247,8 +247,6 @@ def train(name=None, callback=None, **flags):
     true, the training ends (on a GPU one step later, since the next one is queued by then). Without
     output= nothing is kept in files. Ctrl-C is KeyboardInterrupt after the step, and a second one
     at once; the exception has the Model so far as `.model`. Raises UserError."""
-    if callback is not None and not callable(callback):
-        raise UserError(f"callback={callback!r}: expected a function of a Step")
     unseen = {"sample_every": 0} if callback else {}
     training = training_of(name, unseen | flags, [Watched] if callback else [])
     training.program, training.callback = False, callback

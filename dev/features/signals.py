@@ -43,7 +43,10 @@ class Stoppable:
     def train(self):
         """As Training.train; to a caller such as Kept.train, a signal looks like a normal end."""
         if threading.current_thread() is threading.main_thread():  # no other one may handle any
-            (self.begin if self.program else self.handle)()
+            for number in numbers() if self.program else [signal.SIGINT]:
+                self.handlers.callback(signal.signal, number, signal.signal(number, self.stop))
+            if self.program:
+                self.begin()
         with contextlib.suppress(Stopped):
             super().train()
         if self.signals:
@@ -51,14 +54,12 @@ class Stoppable:
                      f"{self.what_is_left()}")
 
     def begin(self):
-        """Until a step is finished, signals write their number to a pipe."""
-        self.watched = True
+        """Let signals write their number to a pipe, until a step is finished."""
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
-        self.handle(lambda number, frame: None)
-        signal.set_wakeup_fd(writer)
         self.beginning.callback(os.close, writer)
-        self.beginning.callback(signal.set_wakeup_fd, -1)
+        self.beginning.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(writer))
+        self.watched = True
         threading.Thread(target=self.watch, args=[reader], daemon=True).start()
 
     def watch(self, reader):
@@ -74,19 +75,13 @@ class Stoppable:
 
     def report(self, queued, verdict):
         super().report(queued, verdict)
-        if self.watched:
-            self.handle()
-            self.beginning.close()
         self.watched = False
-
-    def handle(self, handler=None):
-        """Let signals call this, or stop(), until the run ends."""
-        for number in numbers() if self.program else [signal.SIGINT]:
-            old = signal.signal(number, handler or self.stop)
-            self.handlers.callback(signal.signal, number, old)
+        self.beginning.close()
 
     def stop(self, number, frame):
         """A second Ctrl-C ends the program. In a library call it is KeyboardInterrupt at once."""
+        if self.watched:
+            return
         self.signals.append(number)
         for other in numbers() if self.program else ():  # a scheduler and a launcher may send it
             signal.signal(other, signal.SIG_IGN)

@@ -154,16 +154,15 @@ def test_interrupted_starts(folder):
     wait = "import time\nopen(__file__ + '.here', 'w')\ntime.sleep(60)\n"
     for what, content, program, *more in (
             ("numpy.py", wait, TRAINER), ("tiktoken.py", wait, "prepro_tinyshakespeare"),
-            ("g++", '#!/bin/sh\ntouch "$0.here"\nsleep 60\n', TRAINER, "--device", "cpu", "-e",
-             TINY, "-i", folder / "part_train_0.bin", "-j", folder / "part_val_0.bin", "-t", 8)):
+            ("g++", 'touch "$0.here"; sleep 60', TRAINER, "--device", "cpu", "-e", str(TINY), "-t",
+             "8", "-i", str(folder / "part_train_0.bin"), "-j", str(folder / "part_val_0.bin"))):
         here = folder / what[:3]
         here.mkdir()
         (here / what).write_text(content)
-        (here / what).chmod(0o755)
-        own = dict(CXX=str(here / what), XDG_CACHE_HOME=str(here), PYTHONPATH=f"{here}:{TOP}")
-        child = subprocess.Popen([sys.executable, "-m", program, *map(str, more)], cwd=here,
-                                 env=os.environ | own, stdout=subprocess.DEVNULL,
-                                 stderr=subprocess.PIPE, text=True, start_new_session=True)
+        own = dict(CXX=f"sh {here / what}", XDG_CACHE_HOME=str(here), PYTHONPATH=f"{here}:{TOP}")
+        child = subprocess.Popen([sys.executable, "-m", program, *more], env=os.environ | own,
+                                 cwd=here, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+                                 text=True, start_new_session=True)
         while not (here / f"{what}.here").exists() and child.poll() is None:
             time.sleep(0.01)
         os.killpg(child.pid, signal.SIGINT)

@@ -238,7 +238,6 @@ def test_refusals(device_name, folder):
         (model.step, "--beta1: 1: expected at least 0 and below 1", dict(beta1=1)),
         (model.encode, "sample=None: expected a number, a text", dict(text=None)),
         (model.logits, "tokens: .*: expected integers", dict(tokens=[[1], [1, 2]])),
-        (train, "callback=5: expected a function", dict(name="1x2x64", callback=5)),
         (load, r"batch_size=\[1\]: expected a number", dict(name=TINY, batch_size=[1]))):
         more = {model.generate: dict(text="x", count=2), model.step: dict(
             tokens=row[:, :3], targets=row[:, :3])}.get(call_of, {})
