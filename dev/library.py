@@ -95,9 +95,8 @@ class Model:
         weight_decay, clip, as for train_gpt2.GPT2.set_adamw. There is no update if the loss or the
         gradient is not finite. Raises UserError."""
         batches = self.batches(*self.pair(tokens, targets))
-        flags = self.flags_of(learning_rate=learning_rate, **adamw)
-        given = {key: getattr(flags, key) for key in ("learning_rate", *adamw)}
-        self.model.train_step(*batches, **given)
+        flags = vars(self.flags_of(learning_rate=learning_rate, **adamw))
+        self.model.train_step(*batches, **{key: flags[key] for key in ("learning_rate", *adamw)})
         return self.model.verdict().loss
 
     def generate(self, text, count, temperature=1.0, top_k=0, top_p=1.0, seed=42, stop=None):

@@ -4,8 +4,6 @@ GPT-2's weights, if they are here and the data has GPT-2's words. Otherwise a sm
 learns to write in a minute on two cores, and in seconds on a GPU: on the bytes of Shakespeare, or
 on the words that come with -i. (GPT-2's 50,257 words are too many for a megabyte of text: most
 occur too rarely to be learned.)
-
-Ctrl-C does not lose such a model: without -o it goes to a file, and it writes a last sample.
 """
 import os
 import signal

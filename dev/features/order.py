@@ -170,10 +170,9 @@ def read_flags(arguments, Model):
 
 def classes_of(flags, table, Model, ranks=None, folder=None):
     """(training, model): as attach, with the defaults of all flags."""
-    chosen = not flags.model
-    flags, why = with_defaults(flags, table, Model.Config)
-    training, model = attach(flags, Training, Model, ranks, folder)
-    training.why, training.chosen = why, chosen
+    filled_in, why = with_defaults(flags, table, Model.Config)
+    training, model = attach(filled_in, Training, Model, ranks, folder)
+    training.why, training.chosen = why, not flags.model
     return training, model
 
 

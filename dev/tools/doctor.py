@@ -39,10 +39,10 @@ def compiler():
     name, source = compiler_of(), "dev/cpu/kernels.cpp"
     if why := missing(name):
         raise Wrong(why)
-    flags = "-std=c++17", "-march=native", "-fPIC", "-shared"  # of dev/cpu/host.py
     with TemporaryDirectory() as folder:
         made = Path(folder, "kernels.so")
-        command = [*words_of(name), *flags, *words_of(os.environ.get("CXXFLAGS", ""))]
+        command = [*words_of(name), "-std=c++17", "-march=native", "-fPIC", "-shared",
+                   *words_of(os.environ.get("CXXFLAGS", ""))]
         done = subprocess.run([*command, "-O0", source, "-o", made], capture_output=True, text=True,
                               errors="replace", env=os.environ | {"LC_ALL": "C"})
         if done.returncode or not made.exists():
