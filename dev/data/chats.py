@@ -32,6 +32,8 @@ its own. One that is longer than a row is cut at the row's end, and a line says 
 """
 import functools
 import json
+import re
+import string
 
 from dev.data.documents import cleaned
 from dev.features.masked import mask_path, write_mask
@@ -139,10 +141,14 @@ def read_conversations(paths):
 class Plain:
     """For any vocabulary: the ids of texts, and `eot`, that of <|endoftext|>."""
     end = "<|endoftext|>"
+    names = [end]  # of special tokens
+    jinja = dict(begin=end, answer="Assistant:", turn=(
+        "{{ message.role | capitalize }}: {{ message.content }}"
+        "{% if message.role == 'assistant' %}<|endoftext|>{% else %}{{ '\\n' }}{% endif %}"))
 
     def __init__(self, encode, eot):
         self.encode = encode
-        self.eot = eot
+        self.eot = self.end_id = eot
 
     def begin(self):
         return [self.eot]
@@ -158,12 +164,19 @@ class Plain:
 
 
 class Llama:
-    """Llama 3's. special(name) is the id of a special token."""
+    """Llama 3's. special(name) is the id of a special token, which has one of these names."""
     end = "<|eot_id|>"
+    jinja = dict(
+        begin="<|begin_of_text|>",
+        turn="<|start_header_id|>{{ message.role }}<|end_header_id|>"
+             "{{ '\\n\\n' ~ message.content | trim }}<|eot_id|>",
+        answer="<|start_header_id|>assistant<|end_header_id|>{{ '\\n\\n' }}")
 
-    def __init__(self, encode, special):
+    def __init__(self, encode, special, names):
         self.encode = encode
         self.special = special
+        self.names = names
+        self.end_id = special(self.end)
 
     def begin(self):
         return [self.special("<|begin_of_text|>")]
@@ -181,7 +194,7 @@ def template_of_encoding(encoding):
     encode = functools.partial(call_tiktoken, encoding.encode_ordinary)
     special = encoding.encode_single_token
     if "<|start_header_id|>" in encoding.special_tokens_set:
-        return Llama(encode, special)
+        return Llama(encode, special, encoding.special_tokens_set)
     return Plain(encode, special(Plain.end))
 
 
@@ -206,6 +219,32 @@ def prompt(template, text):
     """The ids of a user's message, up to where the answer begins."""
     asked = tokens_of_conversation(template, [("user", text)])[0]
     return asked + template.turn("assistant")
+
+
+# Jinja makes a text, in which a special token's name is that token wherever it stands: messages
+# with such a name are refused, since training takes it for ordinary text.
+JINJA = """\
+$begin{% for message in messages %}
+    {%- if message.role not in $roles %}
+        {{- raise_exception("a message's role is " ~ message.role ~ "; expected one of $roles") }}
+    {%- endif %}
+    {%- if message.content is not string %}
+        {{- raise_exception('the content of a message is no text; expected text') }}
+    {%- endif %}
+    {%- for name in $names %}
+        {%- if name in message.content %}
+            {{- raise_exception('a message has ' ~ name ~ ', a special token; expected none') }}
+        {%- endif %}
+    {%- endfor %}$turn
+{%- endfor %}
+{%- if add_generation_prompt %}$answer{% endif %}"""
+
+
+def jinja_of(template):
+    """The template in Jinja, as transformers and llama.cpp read it."""
+    # <|reserved_special_token_0|> and those after it begin alike
+    names = {re.sub(r"\d+\|>$", "", name) for name in template.names}
+    return string.Template(JINJA).substitute(template.jinja, roles=[*ROLES], names=sorted(names))
 
 
 def texts_of(conversations):

@@ -59,12 +59,7 @@ class Answering:
 
     @functools.cached_property
     def template(self):
-        """The template for the model's words. Raises UserError if they are not known."""
-        c = self.config
-        if self.vocabulary:
-            return chats.template_of_vocabulary(self.vocabulary)
-        return chats.template_of_encoding(c.encoding() if hasattr(c, "words")
-                                          else encoding_of_model(c.V))
+        return template_of_model(self.config, self.vocabulary)
 
     def encode(self, text):
         """The tokens of a message, up to where the answer begins."""
@@ -73,6 +68,15 @@ class Answering:
     def write_samples(self, text, tokens):
         """As Sampling's; the answer has a line of its own."""
         super().write_samples(f"{text}\n" if text else "", tokens)
+
+
+def template_of_model(c, vocabulary):
+    """The template for a model's words: those of its own Vocabulary, or (None) those that its
+    Config c tells. Raises UserError if they are not known."""
+    if vocabulary:
+        return chats.template_of_vocabulary(vocabulary)
+    return chats.template_of_encoding(c.encoding() if hasattr(c, "words")
+                                      else encoding_of_model(c.V))
 
 
 def refused(number, why):

@@ -21,10 +21,11 @@ that.)
 The trainer's classifier, or --label-smoothing's, computes all rows, with word 0 in the place of -1;
 a kernel then clears the rows that do not count.
 """
-import math
+import re
 import zlib
 from pathlib import Path
 
+from dev.features.checkpoints.run_json import read_notes
 from dev.features.declare import Feature, Flag
 from dev.features.file_kinds import checked_header
 from dev.features.shuffled_loader import FilesLoader, paths_of
@@ -90,6 +91,20 @@ def masks_beside(*patterns):
     """Whether any token file of these patterns (or None) has a mask."""
     return any(mask_path(path).is_file() for pattern in patterns if pattern
                for path in paths_of(pattern))
+
+
+def trained_with_masks(checkpoint):
+    """Whether the run that wrote a checkpoint had masks beside its data: its notes say so. False
+    without notes beside the checkpoint. Raises UserError if they are damaged."""
+    path = Path(checkpoint)
+    named = re.fullmatch(r"[a-z]+_(\d{8})", path.stem)
+    for step in (named[1], "00000000") if named else ():  # the second: of a run without -n
+        notes = read_notes(path.with_name(f"run_{step}.json"), ())
+        if notes:
+            flags = notes["flags"]
+            mask = flags.get("mask")  # 0: masks, if any, were not used
+            return bool(mask) or mask == 0 and masks_beside(flags["train_data"], flags["val_data"])
+    return False
 
 
 # ---- The model and the training

@@ -26,8 +26,10 @@ Llama 3     RoPE rotates rows 2i and 2i+1 of a query or key head together in a c
 
 A new folder also gets a tokenizer: the model's own vocabulary (dev/data/vocabulary.py), if there is
 one beside the checkpoint, or GPT-2's, if the model has as many words. Of a folder with such a
-tokenizer.json, the vocabulary is written beside OUT.bin, as OUT_tokenizer.bin. No file says whether
-a model was trained with `--attention relu`, which transformers does not have.
+tokenizer.json, the vocabulary is written beside OUT.bin, as OUT_tokenizer.bin. If its run trained
+on conversations, or with --chat, the model also gets their template (dev/data/chats.py), which ends
+an answer. No file says whether a model was trained with `--attention relu`, which transformers does
+not have.
 
 A safetensors file is the length of a JSON text, in 8 bytes; that text, {name: {dtype, shape,
 data_offsets}}; and the numbers. NumPy maps it into memory, and tensors are converted one by one.
@@ -45,8 +47,11 @@ from dev.common.config import Config, padded
 from dev.common.flags import argument, parse_flags
 from dev.data.hub import ask
 from dev.data.vocabulary import vocabulary_bytes
+from dev.data.chats import jinja_of
+from dev.features.chat import template_of_model
 from dev.features.checkpoints.newest import newest_checkpoint
 from dev.features.file_kinds import ON_HUB, OPENAI, checked_header
+from dev.features.masked import trained_with_masks
 from dev.features.tokenizer import vocabulary_of_run
 from dev.llama3.train_llama3 import Config3
 from dev.tools import gguf_file
@@ -72,6 +77,8 @@ FLAGS = [
     (None, "target", argument("TARGET"), None, "the checkpoint (.bin), the folder or the .gguf to "
      "write"),
     (None, "--dtype", ("fp32", "bf16"), None, "of what is written (default: the source's)"),
+    (None, "--chat", "switch", None, "1: write the template of conversations, too (default: if the "
+     "checkpoint's run trained on some)"),
 ]
 CONV1D = "c_attn.weight", "c_fc.weight", "c_proj.weight"  # GPT-2's linear layers
 ROTATED = "q_proj.weight", "k_proj.weight"  # Llama's; RoPE rotates their outputs
@@ -318,17 +325,28 @@ def open_checkpoint(path):
     return c, c.STORED[header[1]], header
 
 
-def checkpoint_to_gguf(path, target, dtype=None):
-    """Convert a checkpoint into a file for llama.cpp. Raises UserError."""
+def chat_template(path, c, asked):
+    """The template in which a checkpoint answers messages, or None. asked: --chat. Raises
+    UserError."""
+    if not (trained_with_masks(path) if asked is None else asked):
+        return None
+    try:
+        return template_of_model(c, vocabulary_of_run(path, c.V))
+    except UserError as e:
+        print(f"no chat template is written: {e}")
+
+
+def checkpoint_to_gguf(path, target, dtype=None, chat=None):
+    """Convert a checkpoint into a file for llama.cpp. chat: --chat. Raises UserError."""
     c, stored, header = open_checkpoint(path)
     _, names = gguf_file.ARCHITECTURES[type(c)]
     tensors = dict(named_tensors(path, c, stored, header, names))
     replace_file(target, gguf_file.gguf_parts(path, c, tensors, dtype or stored, TEXT_IDS,
-                                              stored_as))
+                                              stored_as, chat_template(path, c, chat)))
 
 
-def checkpoint_to_folder(path, folder, dtype=None):
-    """Convert a checkpoint. Raises UserError."""
+def checkpoint_to_folder(path, folder, dtype=None, chat=None):
+    """Convert a checkpoint. chat: --chat. Raises UserError."""
     c, stored, header = open_checkpoint(path)
     architecture, folder = ARCHITECTURES[type(c)], Path(folder)
     own = vocabulary_of_run(path, c.V)
@@ -348,6 +366,9 @@ def checkpoint_to_folder(path, folder, dtype=None):
     for file, tensors in zip(files, shards):
         write_safetensors(folder / file, tensors, dtype, c.C // c.NH)
     begin, end = [own.eot] * 2 if own else TEXT_IDS.get(c.V, (None, None))
+    template, more = chat_template(path, c, chat), {}
+    if template:
+        end, more = template.end_id, {"chat_template": jinja_of(template)}
     objects = {"config.json": {
         "architectures": [architecture.model_class], "model_type": architecture.model_type,
         "torch_dtype": "bfloat16" if dtype == BF16 else "float32", "vocab_size": c.V,
@@ -360,13 +381,15 @@ def checkpoint_to_folder(path, folder, dtype=None):
     write_objects(folder, objects)
     try:
         if own:
-            return write_vocabulary(folder, own, min(c.maxT, 2**20))
+            return write_vocabulary(folder, own, min(c.maxT, 2**20), **more)
         if c.V != GPT2_WORDS:
             raise UserError(f"GPT-2's has {GPT2_WORDS} words, and this model V = {c.V}; copy its "
                             f"own to {folder}")
-        write_tokenizer(folder, gpt2_encoding(), c.maxT)
+        write_tokenizer(folder, gpt2_encoding(), c.maxT, **more)
     except UserError as e:
         print(f"no tokenizer is written: {e}")
+        for name, text in more.items():  # which transformers reads beside the model's own tokenizer
+            replace_file(folder / f"{name}.jinja", [text.encode()])
 
 
 # ---- The program
@@ -386,7 +409,9 @@ def main(arguments=None):
     convert = checkpoint_to_folder if from_checkpoint else folder_to_checkpoint
     if flags.target.endswith(".gguf"):
         convert = checkpoint_to_gguf
-    convert(flags.source, flags.target, {"fp32": np.float32, "bf16": BF16, None: None}[flags.dtype])
+    more = {"chat": flags.chat} if from_checkpoint else {}
+    convert(flags.source, flags.target, {"fp32": np.float32, "bf16": BF16, None: None}[flags.dtype],
+            **more)
     print(f"wrote {flags.target}")
 
 

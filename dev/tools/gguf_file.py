@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import numpy as np  # after prepro_tinyshakespeare, as in train_gpt2.py
 
 from dev.common.config import Config
+from dev.data.chats import jinja_of
 from dev.data.vocabulary import letters
 from dev.features.tokenizer import GPT2_SIZES, vocabulary_of_run, words_of
 from dev.llama3.train_llama3 import Config3
@@ -164,10 +165,10 @@ def padding(size):
     return bytes(-size % ALIGNMENT)
 
 
-def gguf_parts(path, c, tensors, dtype, ids, stored_as):
+def gguf_parts(path, c, tensors, dtype, ids, stored_as, template=None):
     """A GGUF file, part by part. tensors: {name: array} of a checkpoint at path; dtype: of its
-    matrices; ids: {V: the tokens before and after a text}; stored_as: converts. Raises
-    UserError."""
+    matrices; ids: {V: the tokens before and after a text}; stored_as: converts; template: of
+    conversations (dev/data/chats.py), or None. Raises UserError."""
     own = vocabulary_of_run(path, c.V)
     try:
         words = own_words(own) if own else known_words(c, ids)
@@ -181,6 +182,9 @@ def gguf_parts(path, c, tensors, dtype, ids, stored_as):
         tensors = {"rope_freqs.weight": rope_factors(c), **tensors}
     fields = {"general.architecture": name, "general.name": Path(path).stem,
               "general.file_type": FILE_TYPES[dtype], **sizes_of(c), **tokenizer_of(words, c.V)}
+    if template:
+        fields |= {"tokenizer.chat_template": jinja_of(template),
+                   "tokenizer.ggml.eos_token_id": template.end_id}
     yield b"GGUF" + struct.pack("<IQQ", VERSION, len(tensors), len(fields))
     head = b"".join(text_bytes(field) + value_bytes(value) for field, value in fields.items())
     at = 0

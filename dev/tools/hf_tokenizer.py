@@ -34,9 +34,9 @@ def merges_of(ranks):
             yield tuple(parts)
 
 
-def write_tokenizer(folder, encoding, maxT):
-    """Write the files of transformers' GPT2Tokenizer, from tiktoken's encoding. Raises
-    UserError."""
+def write_tokenizer(folder, encoding, maxT, **more):
+    """Write the files of transformers' GPT2Tokenizer, from tiktoken's encoding. more: fields of
+    tokenizer_config.json. Raises UserError."""
     words, letter = words_of(encoding), letters()
     spelled = lambda word: "".join(letter[b] for b in word)
     merges = merges_of({word: i for i, word in words.items() if word != END_OF_TEXT.encode()})
@@ -46,7 +46,7 @@ def write_tokenizer(folder, encoding, maxT):
         "vocab.json": {spelled(word): i for i, word in sorted(words.items())},
         "tokenizer_config.json": {
             "tokenizer_class": "GPT2Tokenizer", "model_max_length": maxT, "add_prefix_space": False,
-            "bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT, "unk_token": END_OF_TEXT}})
+            "bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT, "unk_token": END_OF_TEXT, **more}})
 
 
 def tokenizer_json(vocabulary):
@@ -70,14 +70,15 @@ def tokenizer_json(vocabulary):
             "normalizer": None, "post_processor": None, **steps}
 
 
-def write_vocabulary(folder, vocabulary, maxT):
-    """Write a vocabulary of prepro_tinyshakespeare.py for transformers. Raises UserError."""
+def write_vocabulary(folder, vocabulary, maxT, **more):
+    """Write a vocabulary of prepro_tinyshakespeare.py for transformers. more: as above. Raises
+    UserError."""
     write_objects(folder, {
         "tokenizer.json": tokenizer_json(vocabulary),
         "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": maxT,
             "clean_up_tokenization_spaces": False, "bos_token": END_OF_TEXT,
-            "eos_token": END_OF_TEXT}})
+            "eos_token": END_OF_TEXT, **more}})
 
 
 def vocabulary_in(path):
