@@ -167,9 +167,8 @@ class Llama:
     """Llama 3's. special(name) is the id of a special token, which has one of these names."""
     end = "<|eot_id|>"
     jinja = dict(
-        begin="<|begin_of_text|>",
-        turn="<|start_header_id|>{{ message.role }}<|end_header_id|>"
-             "{{ '\\n\\n' ~ message.content | trim }}<|eot_id|>",
+        begin="<|begin_of_text|>", turn="<|start_header_id|>{{ message.role }}<|end_header_id|>"
+        "{{ '\\n\\n' ~ message.content | trim }}<|eot_id|>",
         answer="<|start_header_id|>assistant<|end_header_id|>{{ '\\n\\n' }}")
 
     def __init__(self, encode, special, names):
@@ -225,25 +224,18 @@ def prompt(template, text):
 # with such a name are refused, since training takes it for ordinary text.
 JINJA = """\
 $begin{% for message in messages %}
-    {%- if message.role not in $roles %}
-        {{- raise_exception("a message's role is " ~ message.role ~ "; expected one of $roles") }}
+    {%- if message.role not in $roles or message.content is not string %}
+        {{- raise_exception("role " ~ message.role ~ ": expected a text, and one of $roles") }}
     {%- endif %}
-    {%- if message.content is not string %}
-        {{- raise_exception('the content of a message is no text; expected text') }}
-    {%- endif %}
-    {%- for name in $names %}
-        {%- if name in message.content %}
-            {{- raise_exception('a message has ' ~ name ~ ', a special token; expected none') }}
-        {%- endif %}
-    {%- endfor %}$turn
-{%- endfor %}
-{%- if add_generation_prompt %}$answer{% endif %}"""
+    {%- for name in $names %}{% if name in message.content %}
+        {{- raise_exception("a message has " ~ name ~ ", a special token: expected none") }}
+    {%- endif %}{% endfor %}$turn
+{%- endfor %}{% if add_generation_prompt %}$answer{% endif %}"""
 
 
 def jinja_of(template):
     """The template in Jinja, as transformers and llama.cpp read it."""
-    # <|reserved_special_token_0|> and those after it begin alike
-    names = {re.sub(r"\d+\|>$", "", name) for name in template.names}
+    names = {re.sub(r"\d+\|>$", "", name) for name in template.names}  # once for numbered ones
     return string.Template(JINJA).substitute(template.jinja, roles=[*ROLES], names=sorted(names))
 
 

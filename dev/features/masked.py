@@ -94,16 +94,15 @@ def masks_beside(*patterns):
 
 
 def trained_with_masks(checkpoint):
-    """Whether the run that wrote a checkpoint had masks beside its data: its notes say so. False
-    without notes beside the checkpoint. Raises UserError if they are damaged."""
+    """Whether the run that wrote a checkpoint had masks beside its data, by its notes. Raises
+    UserError if they are damaged."""
     path = Path(checkpoint)
     named = re.fullmatch(r"[a-z]+_(\d{8})", path.stem)
-    for step in (named[1], "00000000") if named else ():  # the second: of a run without -n
+    for step in (named[1], "00000000") if named else ():  # without -n a run has only the second
         notes = read_notes(path.with_name(f"run_{step}.json"), ())
         if notes:
-            flags = notes["flags"]
-            mask = flags.get("mask")  # 0: masks, if any, were not used
-            return bool(mask) or mask == 0 and masks_beside(flags["train_data"], flags["val_data"])
+            mask, train, val = map(notes["flags"].get, ("mask", "train_data", "val_data"))
+            return bool(mask) or mask == 0 and masks_beside(train, val)  # 0: they were not used
     return False
 
 

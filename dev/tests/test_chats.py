@@ -4,9 +4,11 @@ import contextlib
 import io
 import json
 import sys
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
+import pytest
 import tiktoken
 
 from dev.data import chats, own_text
@@ -16,13 +18,22 @@ from dev.data.vocabulary import BYTES, END, PATTERN, Vocabulary, read_vocabulary
 from dev.features import sample
 from dev.features.masked import read_mask, row_of
 from dev.llama3 import tokens as llama_tokens
-from dev.tests.checks import check, check_refusal
+from dev.llama3.train_llama3 import Config3
+from dev.tests.checks import FIXTURES, check, check_refusal
+from dev.tests.test_gguf import converted
 from dev.tests.trainings import call, place_of
+from dev.tools.convert import main as convert
 from train_gpt2 import read_tokens
 
 BYTE_WORDS = Vocabulary([*BYTES, END], 256)
 TWO_TURNS = [("system", "Be brief."), ("user", "Who?"), ("assistant", "I."), ("user", "Why?"),
              ("assistant", "So <|endoftext|> what.")]
+HARD = [dict(role=role, content=text) for role, text in (
+    ("system", "Be brief. "), ("user", " Who?\n\n"), ("assistant", "\n I.\t"), ("user", ""))]
+LACKING = [(wish, dict(role=role, content=text)) for wish, role, text in (
+    ("role tool: expected a text, and one of .*'user'", "tool", "Who?"),
+    ("role user: expected a text", "user", [{"type": "text", "text": "Who?"}]),
+    ("<.endoftext.>, a special|<.eot_id.>, a special", "user", "<|endoftext|><|eot_id|>"))]
 SPECIAL = {"<|begin_of_text|>": 256, "<|start_header_id|>": 257, "<|end_header_id|>": 258,
            "<|eot_id|>": 259}
 
@@ -64,6 +75,21 @@ def test_templates():
     check("Llama", found == wish, found)
     wish = wish[0][: wish[1].index(True)]
     check("Llama: a prompt", prompt(llama, "Who?") == wish, prompt(llama, "Who?"))
+
+
+def test_jinja():
+    """Its text has the tokens of training; what training lacks is refused."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+    for words in (BYTE_WORDS.encoding, llama_words()):
+        template = template_of_encoding(words)
+        jinja = dict(chat_template=chats.jinja_of(template), add_generation_prompt=True)
+        [text], _ = render_jinja_template([HARD], **jinja)
+        wish, _ = tokens_of_conversation(template, [tuple(each.values()) for each in HARD])
+        found = words.encode(text, allowed_special="all")
+        check(words.name, found == wish + template.turn("assistant"), text)
+        for wish, message in LACKING:
+            with pytest.raises(Exception, match=wish):
+                render_jinja_template([[message]], **jinja)
 
 
 def test_forms(folder):
@@ -180,35 +206,20 @@ def test_files(folder, monkeypatch):
         check_refusal(wish, wish, prepare, own_text, *arguments)
 
 
-def check_lost(folder):
-    """Rows that cut some answers, or all of a part: nothing is written then."""
-    lines = (folder / "chats.jsonl").read_text().split("\n")
-    long, half = (json.dumps({"prompt": "x" * a, "answer": "y" * b}) for a, b in ((90, 2), (9, 90)))
-    for name, given, row, wish in (
-            ("lost", lines, 20, "training: 40 of 40 conversations lost .* 20 tokens"),
-            ("first", [long, half, *lines[:16]], 80,
-             "validation: 1 of 18 conversations lost .* 80 tokens")):
-        (folder / f"{name}.jsonl").write_text("\n".join(given))
-        check_refusal(name, f"no token counts in the rows for {wish}; expected a larger --row",
-                      prepare, own_text, "--input", f"{name}.jsonl", "--chat", "--vocab", "bytes",
-                      "--row", row)
-        check(f"{name}: nothing is written", not (folder / "data" / name).exists())
-    (folder / "some.jsonl").write_text("\n".join([*lines, long, half, long]))
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        prepare(own_text, "--input", "some.jsonl", "--chat", "--vocab", "bytes", "--row", 80)
-    check("some are lost", "cut at its end: 3 conversations; 2 of them lost their whole answer; "
-          "expected a larger --row\n" in out.getvalue(), out.getvalue())
+def fine_tuned(*flags):
+    """Train on conversations, into log."""
+    write_chats(Path("chats.jsonl"), 40)
+    prepare(own_text, "--input", "chats.jsonl", "--chat", "--vocab", "bytes", "--row", 96)
+    return call("-e", "1x1x32", "-i", "data/chats/chats_train.bin", "-s", 0, "-v", 0, "-o", "log",
+                *flags)
 
 
 def test_fine_tuning(device_name, folder, monkeypatch):
     """Two steps on conversations have the rows' length without -t, and --sample and --chat answer
     in the template, up to its end."""
     monkeypatch.chdir(folder)
-    write_chats(folder / "chats.jsonl", 40)
-    prepare(own_text, "--input", "chats.jsonl", "--chat", "--vocab", "bytes", "--row", 96)
     place = "--device", place_of(device_name)
-    status, text, error = call("-e", "1x1x32", "-i", "data/chats/chats_train.bin", "-b", 1, "-x", 2,
-                               "-s", 0, "-v", 0, "-o", "log", *place)
+    status, text, error = fine_tuned("-b", 1, "-x", 2, *place)
     check("trains", status == 0 and "B=1 T=96 (-b, -t)" in text and
           "\ntargets      | those that the masks" in text, text + error)
     given = []
@@ -229,3 +240,43 @@ def test_fine_tuning(device_name, folder, monkeypatch):
         check("--chat", (text, given) == (" It is 7.\n", [asked]), (text, given))
     status, _, error = call("--answer", "1", *place)
     check("--answer alone", status and "--answer: expected --sample too" in error, error)
+
+
+def by_transformers():
+    from transformers import pipeline  # apply_chat_template, and then generate
+    found = pipeline("text-generation", "hf")(HARD[1:2], max_new_tokens=20, do_sample=False)
+    return found[0]["generated_text"][-1]["content"]
+
+
+def by_llama_cpp():
+    xllamacpp = pytest.importorskip("xllamacpp")
+    params = xllamacpp.CommonParams()
+    params.model.path = "hf.gguf"
+    found = xllamacpp.Server(params).handle_chat_completions(dict(
+        messages=HARD[1:2], max_tokens=20, temperature=0))
+    return found["choices"][0]["message"]["content"]
+
+
+@pytest.mark.parametrize("answer_of", (by_transformers, by_llama_cpp))
+def test_exports(folder, monkeypatch, answer_of):
+    """Other programs answer by a run's export as --answer does."""
+    monkeypatch.chdir(folder)
+    fine_tuned("-b", 4, "-x", 30, "-u", 3, "-l", 1e-2, "--device", "cpu")
+    for target in ("hf", "hf.gguf"):
+        convert(["log", target])
+    asked = HARD[1]["content"]
+    _, wish, _ = call("-e", "log", "--sample", asked, "--answer", 1, "--temperature", 0, "-g", 20,
+                      "--device", "cpu")
+    check("the answer", f"{asked}\n{answer_of()}\n" == wish, wish)
+
+
+def test_exports_of_llama(folder):
+    """Without a run's notes, --chat asks for the template. Llama's ends with a token of its own."""
+    path, target = str(FIXTURES / "llama_tied.bin"), folder / "a.gguf"
+    with mock.patch.object(Config3, "encoding", lambda self: llama_words()):
+        plain, fields = (converted(path, target, *flags)[0] for flags in ((), ("--chat",)))
+        convert([path, str(folder), "--chat"])
+    check("GGUF", "tokenizer.chat_template" not in plain and
+          fields["tokenizer.chat_template"] == (folder / "chat_template.jinja").read_text())
+    end = json.loads((folder / "config.json").read_text())["eos_token_id"]
+    check("its end", end == fields["tokenizer.ggml.eos_token_id"] == 259, end)

@@ -26,10 +26,9 @@ Llama 3     RoPE rotates rows 2i and 2i+1 of a query or key head together in a c
 
 A new folder also gets a tokenizer: the model's own vocabulary (dev/data/vocabulary.py), if there is
 one beside the checkpoint, or GPT-2's, if the model has as many words. Of a folder with such a
-tokenizer.json, the vocabulary is written beside OUT.bin, as OUT_tokenizer.bin. If its run trained
-on conversations, or with --chat, the model also gets their template (dev/data/chats.py), which ends
-an answer. No file says whether a model was trained with `--attention relu`, which transformers does
-not have.
+tokenizer.json, the vocabulary is written beside OUT.bin, as OUT_tokenizer.bin. A model that trained
+on conversations also gets their template (dev/data/chats.py). No file says whether a model was
+trained with `--attention relu`, which transformers does not have.
 
 A safetensors file is the length of a JSON text, in 8 bytes; that text, {name: {dtype, shape,
 data_offsets}}; and the numbers. NumPy maps it into memory, and tensors are converted one by one.
@@ -326,18 +325,13 @@ def open_checkpoint(path):
 
 
 def chat_template(path, c, asked):
-    """The template in which a checkpoint answers messages, or None. asked: --chat. Raises
-    UserError."""
-    if not (trained_with_masks(path) if asked is None else asked):
-        return None
-    try:
-        return template_of_model(c, vocabulary_of_run(path, c.V))
-    except UserError as e:
-        print(f"no chat template is written: {e}")
+    """The template in which a checkpoint answers, or None. asked: --chat. Raises UserError."""
+    asked = trained_with_masks(path) if asked is None else asked
+    return template_of_model(c, vocabulary_of_run(path, c.V)) if asked else None
 
 
 def checkpoint_to_gguf(path, target, dtype=None, chat=None):
-    """Convert a checkpoint into a file for llama.cpp. chat: --chat. Raises UserError."""
+    """Convert a checkpoint into a file for llama.cpp. Raises UserError."""
     c, stored, header = open_checkpoint(path)
     _, names = gguf_file.ARCHITECTURES[type(c)]
     tensors = dict(named_tensors(path, c, stored, header, names))
@@ -346,10 +340,11 @@ def checkpoint_to_gguf(path, target, dtype=None, chat=None):
 
 
 def checkpoint_to_folder(path, folder, dtype=None, chat=None):
-    """Convert a checkpoint. chat: --chat. Raises UserError."""
+    """Convert a checkpoint. Raises UserError."""
     c, stored, header = open_checkpoint(path)
     architecture, folder = ARCHITECTURES[type(c)], Path(folder)
-    own = vocabulary_of_run(path, c.V)
+    own, template = vocabulary_of_run(path, c.V), chat_template(path, c, chat)
+    more = {"chat_template": jinja_of(template)} if template else {}
     dtype = dtype or stored
     if any(folder.glob("*.safetensors*")):
         raise UserError(f"{folder}: has weights in it already; give a new folder, or delete them")
@@ -366,9 +361,7 @@ def checkpoint_to_folder(path, folder, dtype=None, chat=None):
     for file, tensors in zip(files, shards):
         write_safetensors(folder / file, tensors, dtype, c.C // c.NH)
     begin, end = [own.eot] * 2 if own else TEXT_IDS.get(c.V, (None, None))
-    template, more = chat_template(path, c, chat), {}
-    if template:
-        end, more = template.end_id, {"chat_template": jinja_of(template)}
+    end = template.end_id if template else end
     objects = {"config.json": {
         "architectures": [architecture.model_class], "model_type": architecture.model_type,
         "torch_dtype": "bfloat16" if dtype == BF16 else "float32", "vocab_size": c.V,
@@ -409,9 +402,8 @@ def main(arguments=None):
     convert = checkpoint_to_folder if from_checkpoint else folder_to_checkpoint
     if flags.target.endswith(".gguf"):
         convert = checkpoint_to_gguf
-    more = {"chat": flags.chat} if from_checkpoint else {}
     convert(flags.source, flags.target, {"fp32": np.float32, "bf16": BF16, None: None}[flags.dtype],
-            **more)
+            *[flags.chat] * from_checkpoint)
     print(f"wrote {flags.target}")
 
 
