@@ -226,10 +226,9 @@ JINJA = """\
 $begin{% for message in messages %}
     {%- if message.role not in $roles or message.content is not string %}
         {{- raise_exception("role " ~ message.role ~ ": expected a text, and one of $roles") }}
-    {%- endif %}
-    {%- for name in $names %}{% if name in message.content %}
+    {%- endif %}{% for name in $names if name in message.content %}
         {{- raise_exception("a message has " ~ name ~ ", a special token: expected none") }}
-    {%- endif %}{% endfor %}$turn
+    {%- endfor %}$turn
 {%- endfor %}{% if add_generation_prompt %}$answer{% endif %}"""
 
 

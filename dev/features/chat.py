@@ -71,8 +71,7 @@ class Answering:
 
 
 def template_of_model(c, vocabulary):
-    """The template for a model's words: those of its own Vocabulary, or (None) those that its
-    Config c tells. Raises UserError if they are not known."""
+    """The template for a model's words. vocabulary: its own, or None. Raises UserError."""
     if vocabulary:
         return chats.template_of_vocabulary(vocabulary)
     return chats.template_of_encoding(c.encoding() if hasattr(c, "words")

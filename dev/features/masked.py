@@ -21,7 +21,6 @@ that.)
 The trainer's classifier, or --label-smoothing's, computes all rows, with word 0 in the place of -1;
 a kernel then clears the rows that do not count.
 """
-import re
 import zlib
 from pathlib import Path
 
@@ -94,15 +93,12 @@ def masks_beside(*patterns):
 
 
 def trained_with_masks(checkpoint):
-    """Whether the run that wrote a checkpoint had masks beside its data, by its notes. Raises
-    UserError if they are damaged."""
-    path = Path(checkpoint)
-    named = re.fullmatch(r"[a-z]+_(\d{8})", path.stem)
-    for step in (named[1], "00000000") if named else ():  # without -n a run has only the second
-        notes = read_notes(path.with_name(f"run_{step}.json"), ())
-        if notes:
-            mask, train, val = map(notes["flags"].get, ("mask", "train_data", "val_data"))
-            return bool(mask) or mask == 0 and masks_beside(train, val)  # 0: they were not used
+    """Whether the run in whose folder a checkpoint is had masks beside its data. Raises UserError
+    if its notes are damaged."""
+    for path in Path(checkpoint).parent.glob("run_????????.json"):
+        mask, *paths = map(read_notes(path, ())["flags"].get, ("mask", "train_data", "val_data"))
+        if mask or mask == 0 and masks_beside(*paths):  # 0: they were not used
+            return True
     return False
 
 

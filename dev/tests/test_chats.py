@@ -4,7 +4,7 @@ import contextlib
 import io
 import json
 import sys
-from pathlib import Path
+from importlib.util import find_spec
 from unittest import mock
 
 import numpy as np
@@ -18,9 +18,7 @@ from dev.data.vocabulary import BYTES, END, PATTERN, Vocabulary, read_vocabulary
 from dev.features import sample
 from dev.features.masked import read_mask, row_of
 from dev.llama3 import tokens as llama_tokens
-from dev.llama3.train_llama3 import Config3
-from dev.tests.checks import FIXTURES, check, check_refusal
-from dev.tests.test_gguf import converted
+from dev.tests.checks import check, check_refusal
 from dev.tests.trainings import call, place_of
 from dev.tools.convert import main as convert
 from train_gpt2 import read_tokens
@@ -28,12 +26,6 @@ from train_gpt2 import read_tokens
 BYTE_WORDS = Vocabulary([*BYTES, END], 256)
 TWO_TURNS = [("system", "Be brief."), ("user", "Who?"), ("assistant", "I."), ("user", "Why?"),
              ("assistant", "So <|endoftext|> what.")]
-HARD = [dict(role=role, content=text) for role, text in (
-    ("system", "Be brief. "), ("user", " Who?\n\n"), ("assistant", "\n I.\t"), ("user", ""))]
-LACKING = [(wish, dict(role=role, content=text)) for wish, role, text in (
-    ("role tool: expected a text, and one of .*'user'", "tool", "Who?"),
-    ("role user: expected a text", "user", [{"type": "text", "text": "Who?"}]),
-    ("<.endoftext.>, a special|<.eot_id.>, a special", "user", "<|endoftext|><|eot_id|>"))]
 SPECIAL = {"<|begin_of_text|>": 256, "<|start_header_id|>": 257, "<|end_header_id|>": 258,
            "<|eot_id|>": 259}
 
@@ -80,16 +72,18 @@ def test_templates():
 def test_jinja():
     """Its text has the tokens of training; what training lacks is refused."""
     from transformers.utils.chat_template_utils import render_jinja_template
+    hard = [("system", "Be brief. "), ("user", " Who?\n\n"), ("assistant", "\n I.\t"), ("user", "")]
     for words in (BYTE_WORDS.encoding, llama_words()):
         template = template_of_encoding(words)
         jinja = dict(chat_template=chats.jinja_of(template), add_generation_prompt=True)
-        [text], _ = render_jinja_template([HARD], **jinja)
-        wish, _ = tokens_of_conversation(template, [tuple(each.values()) for each in HARD])
-        found = words.encode(text, allowed_special="all")
-        check(words.name, found == wish + template.turn("assistant"), text)
-        for wish, message in LACKING:
+        [text], _ = render_jinja_template([[dict(role=a, content=b) for a, b in hard]], **jinja)
+        wish = tokens_of_conversation(template, hard)[0] + template.turn("assistant")
+        check(words.name, words.encode(text, allowed_special="all") == wish, text)
+        for role, text, wish in (("tool", "", "role tool: expected a text, and one of .*'user'"),
+                                 ("user", [{"text": "Who?"}], "role user: expected a text"),
+                                 ("user", f"a{template.end}", "has <.e.*, a special token")):
             with pytest.raises(Exception, match=wish):
-                render_jinja_template([[message]], **jinja)
+                render_jinja_template([[dict(role=role, content=text)]], **jinja)
 
 
 def test_forms(folder):
@@ -206,20 +200,15 @@ def test_files(folder, monkeypatch):
         check_refusal(wish, wish, prepare, own_text, *arguments)
 
 
-def fine_tuned(*flags):
-    """Train on conversations, into log."""
-    write_chats(Path("chats.jsonl"), 40)
-    prepare(own_text, "--input", "chats.jsonl", "--chat", "--vocab", "bytes", "--row", 96)
-    return call("-e", "1x1x32", "-i", "data/chats/chats_train.bin", "-s", 0, "-v", 0, "-o", "log",
-                *flags)
-
-
 def test_fine_tuning(device_name, folder, monkeypatch):
-    """Two steps on conversations have the rows' length without -t, and --sample and --chat answer
-    in the template, up to its end."""
+    """Steps on conversations have the rows' length without -t, and --sample and --chat answer in
+    the template, up to its end; exports do so in transformers, and in llama.cpp if it is here."""
     monkeypatch.chdir(folder)
+    write_chats(folder / "chats.jsonl", 40)
+    prepare(own_text, "--input", "chats.jsonl", "--chat", "--vocab", "bytes", "--row", 96)
     place = "--device", place_of(device_name)
-    status, text, error = fine_tuned("-b", 1, "-x", 2, *place)
+    status, text, error = call("-e", "1x1x32", "-i", "data/chats/chats_train.bin", "-b", 1, "-x",
+                               60, "-u", 3, "-l", 1e-2, "-s", 0, "-v", 0, "-o", "log", *place)
     check("trains", status == 0 and "B=1 T=96 (-b, -t)" in text and
           "\ntargets      | those that the masks" in text, text + error)
     given = []
@@ -240,43 +229,20 @@ def test_fine_tuning(device_name, folder, monkeypatch):
         check("--chat", (text, given) == (" It is 7.\n", [asked]), (text, given))
     status, _, error = call("--answer", "1", *place)
     check("--answer alone", status and "--answer: expected --sample too" in error, error)
-
-
-def by_transformers():
-    from transformers import pipeline  # apply_chat_template, and then generate
-    found = pipeline("text-generation", "hf")(HARD[1:2], max_new_tokens=20, do_sample=False)
-    return found[0]["generated_text"][-1]["content"]
-
-
-def by_llama_cpp():
-    xllamacpp = pytest.importorskip("xllamacpp")
-    params = xllamacpp.CommonParams()
-    params.model.path = "hf.gguf"
-    found = xllamacpp.Server(params).handle_chat_completions(dict(
-        messages=HARD[1:2], max_tokens=20, temperature=0))
-    return found["choices"][0]["message"]["content"]
-
-
-@pytest.mark.parametrize("answer_of", (by_transformers, by_llama_cpp))
-def test_exports(folder, monkeypatch, answer_of):
-    """Other programs answer by a run's export as --answer does."""
-    monkeypatch.chdir(folder)
-    fine_tuned("-b", 4, "-x", 30, "-u", 3, "-l", 1e-2, "--device", "cpu")
-    for target in ("hf", "hf.gguf"):
-        convert(["log", target])
-    asked = HARD[1]["content"]
-    _, wish, _ = call("-e", "log", "--sample", asked, "--answer", 1, "--temperature", 0, "-g", 20,
-                      "--device", "cpu")
-    check("the answer", f"{asked}\n{answer_of()}\n" == wish, wish)
-
-
-def test_exports_of_llama(folder):
-    """Without a run's notes, --chat asks for the template. Llama's ends with a token of its own."""
-    path, target = str(FIXTURES / "llama_tied.bin"), folder / "a.gguf"
-    with mock.patch.object(Config3, "encoding", lambda self: llama_words()):
-        plain, fields = (converted(path, target, *flags)[0] for flags in ((), ("--chat",)))
-        convert([path, str(folder), "--chat"])
-    check("GGUF", "tokenizer.chat_template" not in plain and
-          fields["tokenizer.chat_template"] == (folder / "chat_template.jinja").read_text())
-    end = json.loads((folder / "config.json").read_text())["eos_token_id"]
-    check("its end", end == fields["tokenizer.ggml.eos_token_id"] == 259, end)
+    asked = [{"role": "user", "content": "Number 7?"}]
+    convert(["log", "hf", "--dtype", "fp32"])
+    from transformers import pipeline
+    answer = pipeline("text-generation", "hf")(asked, max_new_tokens=20, do_sample=False)
+    found = [answer[0]["generated_text"][-1]["content"]]
+    if find_spec("xllamacpp"):
+        from xllamacpp import CommonParams, Server
+        params = CommonParams()
+        params.model.path = "chat.gguf"
+        convert(["log", "chat.gguf", "--dtype", "fp32"])
+        answer = Server(params).handle_chat_completions(dict(
+            messages=asked, max_tokens=20, temperature=0))
+        found.append(answer["choices"][0]["message"]["content"])
+    _, wish, _ = call("-e", "log", "--sample", "Number 7?", "--answer", 1, "--temperature", 0,
+                      "-g", 20, "--device", "cpu")
+    for text in found:
+        check("exports answer as --answer does", f"Number 7?\n{text}\n" == wish, (found, wish))

@@ -1,6 +1,7 @@
 """Test dev/tools/gguf_file.py: files as the gguf package reads them, and a Llama 3 that is computed
 from such a file as llama.cpp computes it, against PyTorch's logits."""
 import contextlib
+import json
 import os
 from types import SimpleNamespace
 from unittest import mock
@@ -14,6 +15,7 @@ from dev.llama3.train_llama3 import Config3
 from dev.tests.checks import EXACT, FIXTURES, TINY, check, check_refusal, fast
 from dev.tests.folders import letters
 from dev.tests.models import read_debug_state
+from dev.tests.test_chats import llama_words
 from dev.tools.convert import TEXT_IDS, main as convert
 from dev.tools.gguf_file import known_words, rope_factors, tokenizer_of
 from prepro_tinyshakespeare import EOT, UserError, gpt2_encoding, replace_file
@@ -131,6 +133,18 @@ def test_llama(folder):
               len(found["blk.0.ffn_up.weight"]), fields)
         check(f"{name}: a head", ("output.weight" in found) == (not c.tied))
         check(f"{name}: slower RoPE", ("rope_freqs.weight" in found) == (name == "llama_gqa"))
+
+
+def test_chat(folder):
+    """Without a run's notes, --chat asks for the template. Llama's ends with a token of its own."""
+    path = str(FIXTURES / "llama_tied.bin")
+    with mock.patch.object(Config3, "encoding", lambda self: llama_words()):
+        fields, _, _ = converted(path, folder / "a.gguf", "--chat")
+        convert([path, str(folder), "--chat"])
+    jinja = (folder / "chat_template.jinja").read_text()
+    check("a template", fields["tokenizer.chat_template"] == jinja, jinja)
+    end = json.loads((folder / "config.json").read_text())["eos_token_id"]
+    check("its end", end == fields["tokenizer.ggml.eos_token_id"] == 259, end)
 
 
 def test_odd_heads(folder):

@@ -76,8 +76,7 @@ FLAGS = [
     (None, "target", argument("TARGET"), None, "the checkpoint (.bin), the folder or the .gguf to "
      "write"),
     (None, "--dtype", ("fp32", "bf16"), None, "of what is written (default: the source's)"),
-    (None, "--chat", "switch", None, "1: write the template of conversations, too (default: if the "
-     "checkpoint's run trained on some)"),
+    (None, "--chat", "switch", None, "1: a chat template, too (default: if its run had masks)"),
 ]
 CONV1D = "c_attn.weight", "c_fc.weight", "c_proj.weight"  # GPT-2's linear layers
 ROTATED = "q_proj.weight", "k_proj.weight"  # Llama's; RoPE rotates their outputs

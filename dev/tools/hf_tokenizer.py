@@ -71,8 +71,7 @@ def tokenizer_json(vocabulary):
 
 
 def write_vocabulary(folder, vocabulary, maxT, **more):
-    """Write a vocabulary of prepro_tinyshakespeare.py for transformers. more: as above. Raises
-    UserError."""
+    """The same for a vocabulary of prepro_tinyshakespeare.py. Raises UserError."""
     write_objects(folder, {
         "tokenizer.json": tokenizer_json(vocabulary),
         "tokenizer_config.json": {
