@@ -172,9 +172,7 @@ class Llama:
         answer="<|start_header_id|>assistant<|end_header_id|>{{ '\\n\\n' }}")
 
     def __init__(self, encode, special, names):
-        self.encode = encode
-        self.special = special
-        self.names = names
+        self.encode, self.special, self.names = encode, special, names
         self.end_id = special(self.end)
 
     def begin(self):
@@ -220,8 +218,7 @@ def prompt(template, text):
     return asked + template.turn("assistant")
 
 
-# Jinja makes a text, in which a special token's name is that token wherever it stands: messages
-# with such a name are refused, since training takes it for ordinary text.
+# The name of a special token in a message would become that token, which training does not do
 JINJA = """\
 $begin{% for message in messages %}
     {%- if message.role not in $roles or message.content is not string %}

@@ -56,10 +56,8 @@ class Answering:
     """A run that samples answers to messages."""
 
     stop = property(lambda self: self.flags.stop or self.template.end)
-
-    @functools.cached_property
-    def template(self):
-        return template_of_model(self.config, self.vocabulary)
+    template = functools.cached_property(
+        lambda self: template_of_model(self.config, self.vocabulary))
 
     def encode(self, text):
         """The tokens of a message, up to where the answer begins."""

@@ -93,8 +93,7 @@ def masks_beside(*patterns):
 
 
 def trained_with_masks(checkpoint):
-    """Whether the run in whose folder a checkpoint is had masks beside its data. Raises UserError
-    if its notes are damaged."""
+    """Whether the run in whose folder a checkpoint lies had masks. Raises UserError."""
     for path in Path(checkpoint).parent.glob("run_????????.json"):
         mask, *paths = map(read_notes(path, ())["flags"].get, ("mask", "train_data", "val_data"))
         if mask or mask == 0 and masks_beside(*paths):  # 0: they were not used

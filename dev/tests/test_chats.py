@@ -71,19 +71,19 @@ def test_templates():
 
 def test_jinja():
     """Its text has the tokens of training; what training lacks is refused."""
-    from transformers.utils.chat_template_utils import render_jinja_template
+    from transformers.utils.chat_template_utils import render_jinja_template as rendered
     hard = [("system", "Be brief. "), ("user", " Who?\n\n"), ("assistant", "\n I.\t"), ("user", "")]
     for words in (BYTE_WORDS.encoding, llama_words()):
         template = template_of_encoding(words)
         jinja = dict(chat_template=chats.jinja_of(template), add_generation_prompt=True)
-        [text], _ = render_jinja_template([[dict(role=a, content=b) for a, b in hard]], **jinja)
+        [text], _ = rendered([[dict(role=role, content=said) for role, said in hard]], **jinja)
         wish = tokens_of_conversation(template, hard)[0] + template.turn("assistant")
         check(words.name, words.encode(text, allowed_special="all") == wish, text)
         for role, text, wish in (("tool", "", "role tool: expected a text, and one of .*'user'"),
                                  ("user", [{"text": "Who?"}], "role user: expected a text"),
                                  ("user", f"a{template.end}", "has <.e.*, a special token")):
             with pytest.raises(Exception, match=wish):
-                render_jinja_template([[dict(role=role, content=text)]], **jinja)
+                rendered([[dict(role=role, content=text)]], **jinja)
 
 
 def test_forms(folder):
@@ -244,5 +244,5 @@ def test_fine_tuning(device_name, folder, monkeypatch):
         found.append(answer["choices"][0]["message"]["content"])
     _, wish, _ = call("-e", "log", "--sample", "Number 7?", "--answer", 1, "--temperature", 0,
                       "-g", 20, "--device", "cpu")
-    for text in found:
-        check("exports answer as --answer does", f"Number 7?\n{text}\n" == wish, (found, wish))
+    found = {f"Number 7?\n{text}\n" for text in found}
+    check("exports answer as --answer does", found == {wish}, (found, wish))
