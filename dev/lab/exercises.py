@@ -71,6 +71,11 @@ class Exercise(NamedTuple):
     shapes: dict = {}
     numpy: bool = True  # whether the file shows the formulas that the kernel's .py imports
 
+    @property
+    def alone(self):
+        """Whether an item has too little work for more than a thread."""
+        return self.item.startswith(("a number", "a pair"))
+
 
 TURNS = tuple(f"B=2,T=33,NH=6,NKV=2,HS=64,theta=3,half={half}" for half in (0, 1))
 
@@ -252,7 +257,7 @@ EXERCISES = {row.kernel: row for row in (
              ("There is one block. Each of its threads adds every blockDim.x-th square.",
               "block_reduce adds up the sums of the threads. One of them stores the root."),
              "block_sum shared math", items="1", args="norm grads n", zeroed="norm",
-             shapes=dict(norm="1")),
+             checks=("n=31", "n=9601,last=1", "n=9601,last=2", "n=300032"), shapes=dict(norm="1")),
     Exercise("matmul_forward", "matmul_forward1",
              "a matrix product, first naive and then in tiles of shared memory", "a number of out",
              ("A thread takes the row n = i / OC of inp and the row oc = i % OC of weight.",

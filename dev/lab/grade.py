@@ -443,7 +443,10 @@ def wasted(bench, kernel, threads, items, own, one):
             f"launched. But {busy:,} of them do all the work, {round(math.prod(counts) / busy):,} "
             "items each: write that in BLOCK"]))
         few = own.threads <= FEW * busy
-        rows.insert(1, (few * busy * threads * IDLE / max(own.threads, 1), [
+        # a block of an item that is a row has work for as many threads as there are numbers
+        rooms = threads if EXERCISES[bench.ladder.name].alone else min(
+            threads, (one.read + one.written) / 4 / blocks)
+        rows.insert(1, (few * busy * rooms * IDLE / max(own.threads, 1), [
             f"of the {threads} threads of a block {threads - round(own.threads / busy)} do nothing",
             f"BLOCK({threads}, threads) would give each of them an item. Or let them share the "
             "block's"]))
@@ -674,12 +677,12 @@ def at_large_sizes(job, device, file):
              name: [array.ctypes.data, array.nbytes, array.itemsize, array.shape]
              for name, array in arrays.items()})
     try:
-        name = large.launch(device, file, arrays)
+        found = large.launch(device, file, arrays)
     except UserError as e:
         return dict(kind="stuck", text=str(e))
-    return name and dict(kind="wrong", text=f"the last number of {name} was never written",
-                         lines=["usually: an int overflowed, since there are more than 2^31 "
-                                "numbers. Write size_t i, and (size_t)row * Vp"])
+    return found and dict(kind="wrong", text=wrong_number(*found), lines=[
+        "usually: an index of 32 bits wrapped. There are more than 2^31 numbers, and 2^33 bytes: "
+        "write size_t i, and (size_t)row * Vp"])
 
 
 def launches_of(file, device, kernel):

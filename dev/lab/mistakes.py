@@ -427,6 +427,9 @@ NORM_OF = of(
     *(("only the first warp's sum is there: is block_reduce missing, or its barrier?",
        dict(f=lambda x, n=threads: np.sqrt((x[np.arange(len(x)) % n < 32] ** 2).sum())))
       for threads in (64, 128, 256, 512, 1024)),
+    *((f"the last n % {width} numbers are left out: add them up behind the loop over n / {width}",
+       dict(f=lambda x, n=width: np.sqrt((x[: len(x) // n * n] ** 2).sum())))
+      for width in (2, 4, 8)),
     ("these are no squares: the sum is of the numbers", dict(f=lambda x: np.sqrt(x.sum()))),
     ("these are no squares: the sum is of the absolute numbers",
      dict(f=lambda x: np.sqrt(abs(x).sum()))),

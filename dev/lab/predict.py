@@ -91,7 +91,7 @@ def growth(ladder, sizes):
     def work(some):
         if ladder.flops:
             return ladder.flops(names_of(some))
-        if exercise.item.startswith(("a number", "a pair")):
+        if exercise.alone:
             return eval(version_of(exercise, ladder).items, {}, vars(names_of(some)))
         return math.prod(size for name, size in some.items() if name not in ("V", "NKV"))
 

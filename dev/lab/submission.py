@@ -5,6 +5,7 @@ import functools
 import importlib
 import inspect
 import itertools
+import math
 import os
 import re
 import textwrap
@@ -17,8 +18,9 @@ from dev import gpt2_numpy
 from dev.common.config import Config
 from dev.common.cuda_source import checked_kernels, parameters_of, without_comments
 from dev.lab import formulas
-from dev.lab.exercises import EXERCISES, HELPERS, PREFIX, command, exercise_names, version_of
-from dev.lab.ladder import KERNELS, Draw, find_ladder, parse_sizes
+from dev.lab.exercises import (EXERCISES, HELPERS, PREFIX, checks_of, command, exercise_names,
+                               version_of)
+from dev.lab.ladder import KERNELS, Draw, find_ladder
 from prepro_tinyshakespeare import UserError
 
 MODEL = Config(C=768, NH=12)  # kernels.cu is compiled for it, before a student's file: HS is 64
@@ -215,7 +217,7 @@ def symbols(given, checks_given, shapes):
 def tables_of(exercise, ladder):
     """For each check the inputs and the truths of the problem, and the scratch memory of the
     exercise."""
-    for sizes in map(parse_sizes, ladder.checks):
+    for sizes in checks_of(exercise, ladder):
         given, truth, *_ = ladder.problem(Draw(False), **sizes)
         version = version_of(exercise, ladder)
         given = {**sizes, **given}
@@ -237,9 +239,11 @@ def argument_lines(exercise, ladder):
             same = len(values) == 1 and type(given[name]) is not int
             rows_of_tokens = name == "N" and all(t[0]["N"] == t[0].get("B", 0) * t[0].get("T", 0)
                                                  for t in tables)
+            step = math.gcd(*values) if type(given[name]) is int and len(values) > 1 else 1
             rows.append(
                 (label, "a number", exercise.shapes.get(label) or ("" if label == name else name) or
-                 (f"{given[name]:.6g}" if same else "B*T, the rows" if rows_of_tokens else "")))
+                 (f"{given[name]:.6g}" if same else "B*T, the rows" if rows_of_tokens else
+                  f"always a multiple of {step}" if step % 4 == 0 else "")))
             continue
         arrays = [{**table[0], **table[1], **table[2]}.get(name) for table in tables]
         kind = next(kind for kind in ("real", "float", "int", "size_t", "AdamW", "low_half")
@@ -286,7 +290,7 @@ def ways(exercise, threads):
     if exercise.items == "1":
         return [f"    BLOCK({threads}, 1)    there is one block, and its {threads} threads share "
                 "the item"]
-    one = exercise.item.startswith(("a number", "a pair"))  # too little work for a warp
+    one = exercise.alone
     lines = [f"    {f'BLOCK({threads}, {covers})':27} {text}"
              for covers, text in WAYS[: 1 if one else 3]]
     if exercise.plane:
