@@ -130,8 +130,13 @@ static unsigned short calls_deep[1024], deepest;  // of each thread the calls th
 static struct { Address place; size_t bytes; char value[16]; Access first, second; } pending;
 static const char* alike_pc = nullptr;  // where all lanes of a warp wrote the same
 
+// The best race so far of the block that runs: threads of two warps, and numbers that differ, say most.
+static struct { int worth; Address place; Access first, second; unsigned after; bool after_is_known; } best;
+
+static const char* barrier_file = "";  // of the last __syncthreads of the block
+static int barrier_line = 0;
 static unsigned after;       // the bits that the second access of the race has left there, if it writes
-static bool after_is_known;
+static bool after_is_known, chosen;
 
 QUIET inline void settle() {
     if (pending.place) {
@@ -139,8 +144,15 @@ QUIET inline void settle() {
         else if (!place) first = pending.first, second = pending.second, place = pending.place;
         pending.place = 0;
     }
-    if (place && !after_is_known && second.bytes <= sizeof after)
-        after_is_known = true, memcpy(&after, reinterpret_cast<const void*>(place), second.bytes);
+    if (!place || after_is_known || chosen) return;
+    if (second.bytes <= sizeof after) after_is_known = true, memcpy(&after, reinterpret_cast<const void*>(place), second.bytes);
+    const bool plain = !first.atomic && !second.atomic && !first.copies && !second.copies && !second.constant && !first.constant;
+    if (!running || !plain || second.unfenced || first.block != second.block) return;
+    const bool differ = !after_is_known || (second.writes ? second.before != after : first.before != second.before);
+    const int worth = 1 + differ + 2 * !same_warp(first, second);
+    if (worth > best.worth) best = {worth, place, first, second, after, after_is_known};
+    if (worth == 4) return;
+    place = 0, after_is_known = false, first.there = second.there = false;  // a better one may come in this block
 }
 
 QUIET inline bool access(Address p, size_t bytes, const Access& x) {
@@ -313,6 +325,7 @@ QUIET inline void touch_volatile(const volatile void* p, size_t bytes, bool writ
 QUIET inline void block_begins(unsigned n, unsigned blocks) {
     const Busy here;
     number = n, running = true;
+    if (!place) barrier_file = "", barrier_line = 0;
     memset(calls_deep, 0, sizeof calls_deep);
     epoch = ++now;
     for (unsigned& m : meeting) m = now;
@@ -329,6 +342,10 @@ QUIET inline void block_ends() {
     const Busy here;
     settle();
     if (traffic::counting) traffic::block_ends();
+    if (!place && best.worth) {
+        place = best.place, first = best.first, second = best.second, after = best.after;
+        after_is_known = best.after_is_known, chosen = true;
+    }
     if (early.size() && !place) place = early[0].place, first = early[0].first, second = early[0].second;
     early.clear();
     running = false;
@@ -345,6 +362,7 @@ QUIET inline void arrives_in(const char* name) { file = name; }
 QUIET inline void all_wait(int line) {
     settle();
     if (traffic::counting) traffic::all_wait();
+    if (!place) barrier_file = file ? file : "", barrier_line = line;
     if (!ignored(line)) epoch = ++now;
 }
 // orders: it is a __syncwarp or touches memory for all lanes, and no mere shuffle or vote.
@@ -497,7 +515,7 @@ extern "C" __attribute__((visibility("default"))) void races_watch(int n, const 
     dl_iterate_phdr(find_library, nullptr);
     for (region_count = 0; region_count < n; region_count++)
         regions[region_count] = new Region(begins[region_count], bytes[region_count]);
-    now = 1, place = pending.place = after = 0, after_is_known = false, first.there = second.there = false;
+    now = 1, place = pending.place = after = 0, after_is_known = chosen = false, best.worth = 0, first.there = second.there = false;
     clocks[BLOCK_WIDE].clear(), clocks[GPU_WIDE].clear(), published.clear(), early.clear(), told.clear();
 }
 
@@ -519,6 +537,7 @@ extern "C" __attribute__((visibility("default"))) const char* races_found() {
              ", \"shuffled\": " + std::to_string(first.time <= shuffled[first.thread / 32]) + ", \"in_library\": " + std::to_string(&region == variables ? place - base : 0);
     if (region.shared) report += ", \"name\": \"" + region.name + "\", \"at\": " +
         std::to_string(place - region.begin) + ", \"item\": " + region.item + ", \"shape\": [" + region.shape + "]";
+    report += ", \"file\": \"" + std::string(barrier_file) + "\", \"line\": " + std::to_string(barrier_line);
     return (report += "}").c_str();
 }
 

@@ -61,11 +61,13 @@ class Access(NamedTuple):
 class Race(UserError):
     """A race: `what`, such as "part[3]", two Accesses, `why` nothing orders them, a sentence, and
     `bits`: (those that were there before the first, before the second and behind it; how many bytes
-    of them; the NumPy dtype of the array, or None for shared memory), or None."""
+    of them; the NumPy dtype of the array, or None for shared memory), or None; and `barrier`: the
+    (file, line) of the last barrier of their block, or ("", 0)."""
 
-    def __init__(self, kernel, what, first, second, shared, under_way, shuffled=False, bits=None):
+    def __init__(self, kernel, what, first, second, shared, under_way, shuffled=False, bits=None,
+                 barrier=("", 0)):
         self.what, self.first, self.second = what, first, second
-        self.bits = bits
+        self.bits, self.barrier = bits, barrier
         self.why = reason(first, second, shared, under_way, shuffled)
         super().__init__(f"kernels.cu: {kernel} has a race on {what}: {first.told()} and "
                          f"{second.told()}. {self.why}")
@@ -100,7 +102,7 @@ def reason(first, second, shared, under_way, shuffled):
         why += ": the threads are of one warp, and no __syncwarp() or __syncthreads() comes between"
         if shuffled:
             why += (". A shuffle or a vote does, but it moves registers and orders no memory: "
-                    "write __syncwarp() behind the store")
+                    "write __syncwarp() there")
     else:
         why += ": no __syncthreads() comes between"
     return why if shared else f"{why}. Or should each thread have a place of its own?"
@@ -160,7 +162,8 @@ def check(library, path, kernel, arrays):
                             bool(side["unfenced"]), where)
                      for side, where in zip(sides, places))
     raise Race(kernel, name_of(found, path, arrays), first, second, "name" in found,
-               bool(sides[0]["under_way"]), bool(found["shuffled"]), bits_of(found, arrays))
+               bool(sides[0]["under_way"]), bool(found["shuffled"]), bits_of(found, arrays),
+               (found["file"], found["line"]))
 
 
 def bits_of(found, arrays):

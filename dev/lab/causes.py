@@ -12,6 +12,7 @@ from dev.lab.bench import HANDFUL
 from dev.lab.exercises import EXERCISES
 from dev.lab.ladder import ANY
 from dev.lab.mistakes import MISTAKES
+from dev.lab.submission import own_labels
 from train_gpt2 import to_float
 
 
@@ -57,6 +58,13 @@ def facts_of(bench, comparison, code):
         f.wrong, f.axes = int(wrong.sum()), [np.flatnonzero(wrong.any(tuple(
             other for other in range(truth.ndim) if other != axis))) for axis in range(truth.ndim)]
         f.shared = shared_in(code)
+        f.threads = int((re.findall(r"\bBLOCK\(\s*(\d+)", code) or [0])[0])
+        half = rf"(?:blockDim\.x|{f.threads})\s*(?:/\s*2|>>\s*1)|{f.threads // 2}"  # a tree's first
+        f.halved = f.threads & (f.threads - 1) and re.search(
+            rf"=\s*(?:{half})\s*;.*?(?:/=?\s*2|>>=?\s*1)\b", code, re.S)
+        label = own_labels(exercise, bench.ladder).get(name, name)
+        f.undefined = before is None and re.search(
+            rf"\b{label}\s*\[[^;=]*\]\s*[-+*/]=|\batomicAdd\(\s*&?\s*{label}\b", code)
         f.row, f.smallest = np.array([]), False
         if exercise.rows and name in exercise.rows[1].split():
             f.row, f.smallest = rows_of(given[exercise.rows[0]], f.axes[0], comparison.place[0])
@@ -184,6 +192,10 @@ def factor(f):
 # What usually causes a wrong result in any exercise: (condition, sentence). The first whose
 # condition holds is said.
 GENERAL = [
+    (lambda f: f.undefined and (f.never or f.nan), "{f.name} starts undefined, and += adds to what "
+     "is there. Add up in a variable, and store that with =."),
+    (lambda f: f.halved, "it halves {f.threads} threads, which is no power of two: an odd half "
+     "leaves a number out. Take 64 or 128 threads."),
     (lambda f: f.never == f.wrong and f.shared and (f.never == f.cares or not f.tail),
      "these are the bits of memory that nobody wrote. Is {f.name} stored? Is {f.shared} set before "
      "it is read? Shared memory does not start at 0."),

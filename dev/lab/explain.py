@@ -13,8 +13,7 @@ from dev.common.gpus import STATIC
 from dev.common.student_text import with_unset
 from dev.cpu.emulated import HEADER, KERNELS
 from dev.lab.bench import GUARD
-from dev.lab.exercises import version_of
-from dev.lab.submission import signature
+from dev.lab.submission import own_labels
 from prepro_tinyshakespeare import UserError
 from train_gpt2 import to_float
 
@@ -211,16 +210,18 @@ def compiler_lines(file, text, dtype):
     if about := types_of_cuda(match[2] + "\n" + line):
         return [f"it does not compile: {about}", line]
     if dtype == "bf16" and re.search(r"\breal\b", match[2]):
-        stored = re.search(r"(\w+\[[^\[\]]*\])\s*[-+*/]?=[^=]", line)
-        read = re.search(r"(?<!to_float\()\b\w+\[[^\[\]]*\]",
-                         line[stored.end(1) if stored else 0 :])
-        if stored and "=" in match[2]:
-            said.append(f"usually: a real of 16 bits is not a float: write from_float({stored[1]}, "
-                        "...)")
-        else:
-            said.append("usually: a real of 16 bits is not a float: write "
-                        f"to_float({read[0] if read else '...'})")
+        said.append(real_line(line, "=" in match[2]))
     return said
+
+
+def real_line(line, assigns):
+    """What to write where a line, quoted, takes a real of bf16 for a float. assigns: the compiler
+    speaks of an =."""
+    stored = re.search(r"(\w+\[[^\[\]]*\])\s*[-+*/]?=[^=]", line)
+    read = re.search(r"(?<!to_float\()\b\w+\[[^\[\]]*\]", line[stored.end(1) if stored else 0 :])
+    instead = (f"from_float({stored[1]}, ...)" if stored and assigns else
+               f"to_float({read[0] if read else '...'})")
+    return f"usually: a real of 16 bits is not a float: write {instead}"
 
 
 def warning_lines(file, text):
@@ -300,7 +301,12 @@ def sanitizer_lines(file, begun, text):
                     file.line_of(text)]
         return [f"it {verb} {access[2]} bytes outside of all arrays", file.line_of(text)]
     _, name, number, shape = min(near)
-    return [beyond(verb, name, number, shape), file.line_of(text)]
+    own, threads = [], file.kernel.threads
+    if len(shape) == 2 and shape[1] < threads and 0 <= number - math.prod(shape) < threads and (
+            not file.exercise.alone):
+        own = [f"usually: a row has {shape[1]} numbers, and a block {threads} threads: those from "
+               f"{shape[1]} on have no column. In a sum they add 0"]
+    return [beyond(verb, name, number, shape), file.line_of(text), *own]
 
 
 def shared_lines(file, shared, most=STATIC):
@@ -344,11 +350,15 @@ def stuck_lines(file, text):
     if gone:
         others.append(f"threads {gone[1]} have returned")
     all_of = "block" if "__syncthreads" in what or "block_reduce" in what else "warp"
+    rule = ""
+    if gone and all_of == "block":
+        rule = (". The lab applies this rule, which holds on every GPU; from compute capability "
+                "7.0 on, a barrier waits only for threads that have not returned")
     return [f"it is stuck{where}: {'some' if '...' in who else count(who)} of the {total} threads "
             f"of {block} wait there for the others", *(file.quoted(number) for number in numbers),
             *(["; ".join(others)] if others else []),
             "usually: it is inside an if, after a return, or in a loop that some threads leave "
-            f"earlier. All threads of the {all_of} must reach it"]
+            f"earlier. All threads of the {all_of} must reach it{rule}"]
 
 
 def cast_lines(file, dtype):
@@ -390,10 +400,7 @@ def with_plane(file, lines):
 def own_names(file, lines):
     """Lines with the arguments' names as they are in a student's file: some have other names in the
     lab."""
-    _, parameters = signature(file.exercise)
-    names = version_of(file.exercise, file.ladder).args.split()
-    for name, parameter in zip(names, parameters):
-        label = re.findall(r"\w+", parameter)[-1]
+    for name, label in own_labels(file.exercise, file.ladder).items():
         if label != name:
             lines = [line if line.startswith("line ") else re.sub(rf"\b{name}\b", label, line)
                      for line in lines]
@@ -448,16 +455,22 @@ def values_of(found, file):
 
 def race_lines(file, found):
     """The lines on a race: both accesses with their lines, and what to do."""
-    lines = [f"it has a race on {found['what']}:"]
+    lines, numbers = [f"it has a race on {found['what']}:"], []
     for text, places in found["sides"]:
         own = [line for name, line in places if Path(name) == file.path] or [0]
         elsewhere = " ".join(f"{Path(name).name}, line {n}" for name, n in places[:1])
         where = file.quoted(own[0]) if own[0] else elsewhere
         lines.append(f"    {text}, {where}")
+        numbers.append(own[0])
     if "blockIdx" not in file.code and file.exercise.items != "1":
         return [*lines,
                 "The index leaves out blockIdx.x, so every block does the work of the first."]
-    return [*lines, found["why"], *may_happen(found, file)]
+    barrier = found["barrier"][1] if Path(found["barrier"][0]) == file.path else 0
+    # behind the barrier that both have passed come the lines below it, then those above it
+    a, b = sorted(numbers, key=lambda line: (line <= barrier, line))
+    between = f"comes between line {a} and line {b}{' of the next turn' * (a > b)}"
+    why = found["why"].replace("comes between", between if 0 < a != b > 0 else "comes between")
+    return [*lines, why, *may_happen(found, file)]
 
 
 def without_value(file):
@@ -494,8 +507,8 @@ def unset_lines(file, found):
     if "shared" in found["kinds"]:
         lines += ["a number of shared memory is read that no thread of the block has written",
                   *file.quoted_with(r"__shared__|DYNAMIC_SHARED")[:2],
-                  "usually: only threads with an item store, and a loop reads all. Let the others "
-                  "store a neutral number, such as 0"]
+                  "usually: only threads with an item, or a column, store, and a loop reads all. "
+                  "Let the others store a neutral number, such as 0"]
     return lines
 
 

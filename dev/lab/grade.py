@@ -759,7 +759,7 @@ def launched(bench, version, choice, look_for):
         try:
             work()
         except races.Race as e:
-            return dict(kind="found race", what=e.what, why=e.why, bits=e.bits,
+            return dict(kind="found race", what=e.what, why=e.why, bits=e.bits, barrier=e.barrier,
                         sides=[[side.told(False), side.places] for side in (e.first, e.second)])
         except UserError as e:
             return dict(kind="stuck", text=str(e))

@@ -22,7 +22,7 @@ from dev.lab import timing
 from dev.lab.bench import Bench
 from dev.lab.causes import wrong_number
 from dev.lab.exercises import checks_of
-from dev.lab.explain import shared_lines
+from dev.lab.explain import real_line, shared_lines
 from dev.lab.ladder import LAB, config_of, model_of, parse_sizes
 from dev.lab.submission import MODEL, Submission
 from dev.lab.workers import sources_of
@@ -101,6 +101,8 @@ def error_lines(file, log, dtype):
     message = re.split(r"\. Consider|, and host functions are", match[2])[0]
     in_bf16 = " in bf16" if dtype == "bf16" else ""
     lines = [f"it does not compile for a GPU{in_bf16}: {message}", file.quoted(int(match[1]))]
+    if in_bf16 and not cause and re.search(r'\breal\b|no operator "', match[2]):
+        return [*lines, real_line(lines[1], '="' in match[2])]
     return [*lines, *([f"usually: {cause}"] if cause else [])]
 
 

@@ -38,6 +38,12 @@ def signature(exercise):
                    for parameter in parameters.split(",")]
 
 
+def own_labels(exercise, ladder):
+    """{an argument's name in the lab: its name in a student's file}."""
+    labels = [re.findall(r"\w+", parameter)[-1] for parameter in signature(exercise)[1]]
+    return dict(zip(version_of(exercise, ladder).args.split(), labels))
+
+
 class Submission:
     """A student's file, read once. Only its text is there at once: a file that does not compile has
     one, too. The rest is found when it is asked for, and raises a UserError if it is wrong."""
