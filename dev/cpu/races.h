@@ -179,23 +179,26 @@ QUIET inline bool access(Address p, size_t bytes, const Access& x) {
     return true;
 }
 
-// Who was the last to write each item of an array, for a drawing: 1024 * block + thread, or -1. Blocks 0 and 1 are drawn,
-// so what they have written stays theirs.
-static struct { Address begin, end; size_t item; std::vector<int> who; } drawn;
+// Who was the last to write each item of some arrays, for drawings: 1024 * block + thread, or -1. Blocks 0 and 1 are
+// drawn, so what they have written stays theirs.
+struct Drawn { Address begin, end; size_t item; std::vector<int> who; };
+static std::vector<Drawn> drawn;
+static bool drawing = false;
 
 QUIET inline void draw(Address p, size_t bytes) {
     const Busy here;
-    for (Address at = p; at < p + bytes; at += drawn.item) {
-        if (at < drawn.begin || at >= drawn.end) continue;
-        int& who = drawn.who[(at - drawn.begin) / drawn.item];
-        if (number < 2 || who < 0 || who >= 2048) who = 1024 * number + thread_number();
-    }
+    for (Drawn& array : drawn)
+        for (Address at = p; at < p + bytes; at += array.item) {
+            if (at < array.begin || at >= array.end) continue;
+            int& who = array.who[(at - array.begin) / array.item];
+            if (number < 2 || who < 0 || who >= 2048) who = 1024 * number + thread_number();
+        }
 }
 
 QUIET inline void touch(const volatile void* p, size_t bytes, bool writes, const void* pc) {
     if (traffic::counting) return traffic::touch(p, bytes, writes ? traffic::STORE : traffic::LOAD, pc, thread_number());
     settle();
-    if (drawn.end && writes && running && !busy) draw(Address(p), bytes);
+    if (drawing && writes && running && !busy) draw(Address(p), bytes);
     if (!running || busy || place || !region_of(Address(p))) return;
     if (!counted(region_of(Address(p)), bytes, !writes, writes)) return;
     const Busy here;
@@ -276,7 +279,7 @@ QUIET inline void touch_atomic(const volatile void* p, size_t bytes, bool reads,
                                bool keeps = false) {
     if (traffic::counting) return traffic::touch_atomic(p, bytes, pc);
     settle();
-    if (drawn.end && writes && running && !busy) draw(Address(p), bytes);
+    if (drawing && writes && running && !busy) draw(Address(p), bytes);
     if (!running || busy || place) return;
     if (!counted(region_of(Address(p)), bytes, reads, writes)) return;
     const Busy here;
@@ -552,13 +555,16 @@ extern "C" __attribute__((visibility("default"))) size_t races_alike() {
 // From now on, what one block announces to another by an atomic at another place must be fenced, even if both are atomic.
 extern "C" __attribute__((visibility("default"))) void races_announced() { cuda_on_cpu::races::announcing = true; }
 
-// From now on it is noted who writes each item of an array; after its launches, by whom. 0 bytes: no longer.
+// From now on it is noted who writes each item of one more array. After its launches, by whom: the last array's, which is
+// no longer noted.
 extern "C" __attribute__((visibility("default"))) void races_draw(size_t begin, size_t bytes, size_t item) {
-    cuda_on_cpu::races::drawn = {begin, bytes ? begin + bytes : 0, item, std::vector<int>(bytes / item, -1)};
+    using namespace cuda_on_cpu::races;
+    drawn.push_back({begin, begin + bytes, item, std::vector<int>(bytes / item, -1)}), drawing = true;
 }
 extern "C" __attribute__((visibility("default"))) void races_drawn(int* who) {
-    const auto& all = cuda_on_cpu::races::drawn.who;
-    std::copy(all.begin(), all.end(), who);
+    using namespace cuda_on_cpu::races;
+    std::copy(drawn.back().who.begin(), drawn.back().who.end(), who);
+    drawn.pop_back(), drawing = !drawn.empty();
 }
 
 // How many calls deep a thread was at the most since the last call, in a library with functions that call themselves.

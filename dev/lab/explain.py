@@ -527,6 +527,24 @@ def order_lines(file, text):
             f"usually: {usual}"]
 
 
+def waiting_lines(file, sure=False):
+    """The lines on a block that waits in a loop for another one; [] if there is no such loop. sure:
+    it ended when the blocks came in order."""
+    names = re.findall(r"\bvolatile\b[^;=(]*?\b(\w+)\s*(?:\[[^;]*\])?\s*[;=]", file.code)
+    seen = "|".join([r"atomic\w+\(", r"__ldc[gv]\(", r"volatile\b",
+                     *(rf"{name}\b" for name in names)])
+    places = file.quoted_with(rf"\bwhile\s*\((?:[^()]|\([^()]*\))*?\b(?:{seen})")
+    if not (places or sure):
+        return []
+    if file.exercise.items == "1":
+        return ["it does not end: a thread waits in a loop for another one, and here one thread "
+                "runs after another. Wait with __syncthreads()", *places[:2]]
+    return ["it does not end: block b waits for block b-1, or another one, and CUDA promises no "
+            "order of blocks. Those that run may wait for ever for one that gets no place",
+            *places[:2], "usually: let the last block that adds to a counter do the rest, or take "
+            "the number of a block from atomicAdd, in the order in which they begin"]
+
+
 def complaint_lines(file, events, status, stderr, sanitize):
     """The lines on what a run found; [] if the file is right, None if the run says nothing about
     it."""
@@ -536,7 +554,8 @@ def complaint_lines(file, events, status, stderr, sanitize):
     refusal = [event["text"] for event in events if event["event"] == "refusal"]
     if refusal:  # no compiler, or no folder for what it makes
         raise UserError(refusal[0])
-    own = [event for event in events if event.get("file") == str(file.path)]
+    own = [event for event in events
+           if event.get("file") == str(file.path) or event["event"] == "order"]
     lines = failure_lines(file, own, status, stderr, sanitize)
     return with_plane(file, lines) if lines else lines
 
@@ -566,6 +585,8 @@ def failure_lines(file, own, status, stderr, sanitize):
             return [*order_lines(file, text), *at]
         return [*own_names(file, [f"wrong: {text}", *told[0]["lines"]]), *at]
     if status in (-signal.SIGALRM, -signal.SIGVTALRM):
+        if lines := waiting_lines(file, own[-1]["event"] == "order"):
+            return [*lines, *at]
         loops = " and in line ".join(map(str, file.numbers_with(LOOP)))
         which = f" There is one in line {loops}." if loops else ""
         return [f"it did not end within {begun[-1]['limit']} seconds. Does a loop never "

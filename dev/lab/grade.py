@@ -41,14 +41,18 @@ from dev.lab import drawing, large, on_gpus
 from dev.lab.bench import GUARD, Bench
 from dev.lab.causes import describe_wrong, facts_of, wrong_number
 from dev.lab.exercises import EXERCISES, checks_of, version_of
-from dev.lab.explain import LOOP, complaint_lines, functions_of, printed_lines, warning_lines
+from dev.lab.explain import (LOOP, complaint_lines, functions_of, printed_lines, waiting_lines,
+                             warning_lines)
 from dev.lab.ladder import LAB, larger, names_of, parse_sizes
-from dev.lab.submission import MODEL, Submission
+from dev.lab.submission import MODEL, Submission, own_labels
 from dev.lab.workers import sources_of
 from prepro_tinyshakespeare import UserError
 
 TOP = LAB.parents[1]
 BOUNDS, RACES, GPU = "bounds", "races", "gpu"  # what a process looks for
+# No more than whether the numbers are right at one small size: it compiles in half of the time, and
+# a student reads its answer first.
+FIRST = "first"
 # Seconds of the processor for one size. The slowest of the tests' right kernels takes 5 on one
 # computer and 14 to 18 on another. A loop without an end comes to the limit of steps first, where
 # the race finder counts them.
@@ -152,7 +156,7 @@ def complaint_of(file, result, look_for):
     if status == -signal.SIGXCPU:
         begun = [event for event in events if event["event"] == "begins"][-1]
         one = begun["one"] and races.Work(*begun["one"])
-        return (WASTE, [*too_long_lines(one, file.quoted_with(LOOP)),
+        return (WASTE, [*(waiting_lines(file) or too_long_lines(one, file.quoted_with(LOOP))),
                         f"at the sizes {begun['sizes']}, in {begun['dtype']}"]), True
     lines = complaint_lines(file, events, status, stderr, look_for == BOUNDS)
     if not lines:
@@ -208,7 +212,7 @@ class Judgement(NamedTuple):
     drawn: list = ()  # lines that draw a launch of two blocks, if it came so far
 
 
-def grade_file(file, say=lambda line: None):
+def grade_file(file, say=None):
     """The Judgement of a Submission. say(line) is called with what is known, as it goes. Raises
     UserError."""
     path, dtypes = str(file.path), file.dtypes
@@ -219,10 +223,26 @@ def grade_file(file, say=lambda line: None):
     jobs = jobs_of(file, variables)
     looked = {BOUNDS: bool(variables[BOUNDS]), RACES: bool(variables[RACES]), GPU: has_nvrtc()}
     processes, news = Processes(), queue.SimpleQueue()
-    found, facts, remarks, warnings, printed, lines = [], [], [], [], [], []
+    found, facts, remarks, warnings, printed, drawn = [], [], [], [], [], {}
     # the first kind of complaint that may still come
     waiting = {i: job.first for i, job in enumerate(jobs)}
     begun = time.monotonic()
+
+    def refused():
+        lines = best(found, jobs)[2]
+        return Judgement(lines, looked, dtypes, facts, printed=printed,
+                         drawn=drawing_of(drawn, lines))
+
+    told = set()
+
+    def tell(line):
+        if say and line and line not in told:
+            told.add(line)
+            say(f"{time.monotonic() - begun:5.1f} s  {line}")
+
+    def first_answer():
+        processes.run(dict(job, look_for=FIRST, dtypes=dtypes[:1], limit=5), {"CXXFLAGS": "-O0"},
+                      lambda event: news.put((None, event)))
 
     def work(i):
         look_for, some, _, arch = jobs[i]
@@ -238,6 +258,8 @@ def grade_file(file, say=lambda line: None):
 
     with ThreadPoolExecutor(max(2, os.cpu_count())) as pool:
         try:
+            if say:
+                pool.submit(first_answer)
             for i in waiting:
                 pool.submit(work, i)
             while waiting:
@@ -245,16 +267,17 @@ def grade_file(file, say=lambda line: None):
                 try:
                     i, result = news.get(timeout=GRACE if explained else None)
                 except queue.Empty:
-                    return Judgement(best(found, jobs)[2], looked, dtypes, facts, printed=printed,
-                                     drawn=lines)
+                    return refused()
+                if i is None:
+                    tell(first_line(dtypes[0], result))
+                    continue
                 look_for = jobs[i].look_for
                 if isinstance(result, dict):
                     if result["event"] == "drawn":
-                        lines = result["lines"]
+                        drawn[result["sizes"], result["name"]] = result["lines"]
                     if result["event"] == "compiled":
                         waiting[i] = max(waiting[i], ACCESS)
-                    if line := progress_line(jobs[i], result):
-                        say(f"{time.monotonic() - begun:5.1f} s  {line}")
+                    tell(progress_line(jobs[i], result))
                 elif result is None:
                     del waiting[i]
                 elif isinstance(result, Exception):
@@ -277,13 +300,28 @@ def grade_file(file, say=lambda line: None):
                     remarks += [event["text"] for event in result[0] if event["event"] == "remark"]
                     printed = printed or printed_lines(result[2])
                 if found and is_sure(best(found, jobs)[:2], waiting, jobs):
-                    return Judgement(best(found, jobs)[2], looked, dtypes, facts, printed=printed,
-                                     drawn=lines)
+                    return refused()
         finally:
             processes.end()
     remarks = [*([on_gpus.remark(facts)] if facts else []), *on_gpus.double_lines(file, facts),
                *dict.fromkeys(remarks)]
-    return Judgement([], looked, dtypes, facts, remarks, max(warnings, default=""), printed, lines)
+    return Judgement([], looked, dtypes, facts, remarks, max(warnings, default=""), printed,
+                     drawing_of(drawn))
+
+
+def drawing_of(drawn, wrong=()):
+    """The lines of a drawing, of {(sizes, output): lines}: of the output and at the sizes that the
+    lines on what is wrong name; where nothing is, of the first output, at the first sizes with two
+    blocks."""
+    where = next((found[1] for line in wrong
+                  if (found := re.match(r"at the sizes (.*), in \w+$", line))), None)
+    at = {name: lines for (sizes, name), lines in drawn.items() if sizes == where}
+    if wrong:
+        named = [lines for name, lines in at.items() if re.search(rf"\b{name}\[", wrong[0])]
+        return next(iter([*named, *at.values()]), [])
+    first = next((name for _, name in drawn), None)
+    every = [lines for (_, name), lines in drawn.items() if name == first and lines]
+    return next((lines for lines in every if "in blocks 0 and 1" in lines[0]), [*[[]], *every][-1])
 
 
 def progress_line(job, event):
@@ -297,6 +335,14 @@ def progress_line(job, event):
     if event["event"] == "gpu" and not (event["refused"] or event["launch"]):
         return "NVRTC compiles it for an A100 and an H100"
     return ""
+
+
+def first_line(dtype, event):
+    """What an event of FIRST says, or ""."""
+    if event["event"] == "passed":
+        return f"{dtype}, {event['sizes']}: right"
+    wrong = event["event"] == "complaint" and event["kind"] == "wrong"
+    return f"{dtype}: wrong, {event['text']}; why is looked for" if wrong else ""
 
 
 def may_be_race(complaint):
@@ -549,7 +595,6 @@ def run_all(job, device, file):
         device.library.races_announced()
     counts = job.get("waste") and device.races and device.dtype == "fp32"
     reference, passed = Reference(ladder) if counts else None, False
-    draws = counts  # until two blocks have been drawn
     for bench, sizes, threads in launches_of(file, device, kernel):
         choice = dict(threads=threads)
         where = ",".join(f"{key}={value}" for key, value in sizes.items())
@@ -565,11 +610,10 @@ def run_all(job, device, file):
         if job["look_for"] == RACES or not job.get("compare", not job["look_for"]):
             if device.races:
                 races.work(device.library, *step_limits(one))
-            around = (sketched(bench, kernel, version.items, threads, where) if draws else
+            around = (sketched(bench, file, kernel, threads, where) if counts else
                       contextlib.nullcontext())
-            with around as blocks:
+            with around:
                 complaint = launched(bench, version, choice, job["look_for"])
-            draws = draws and len(blocks) < 2
             if one and not complaint:
                 items = eval(version.items, {}, vars(bench.given))
                 own = races.work(device.library)
@@ -577,7 +621,7 @@ def run_all(job, device, file):
                 # the sizes of the last checks are larger
                 remarks = {remark: where} if remark else remarks
         else:
-            seconds = PATIENCE if job.get("races") else math.inf
+            seconds = 0 if job["look_for"] == FIRST else PATIENCE if job.get("races") else math.inf
             complaint = kept_between_launches(bench, version, choice, file) or checked(
                 bench, version, choice, file.code, job["look_for"], drawn == sizes, seconds,
                 not passed)
@@ -587,6 +631,8 @@ def run_all(job, device, file):
             return complaint
         if not passed:
             send(event="passed", sizes=where)
+        if job["look_for"] == FIRST:
+            return None
         passed = True
     if device.races:
         if complaint := too_deep(device, file):
@@ -737,19 +783,22 @@ def kept_between_launches(bench, version, choice, file):
 
 
 @contextlib.contextmanager
-def sketched(bench, kernel, items, threads, where):
-    """A context around a launch, behind which a drawing of it is sent. It gives a list, which then
-    has the numbers of the blocks that wrote."""
-    name, blocks = next(iter(bench.written)), []
-    array = getattr(bench.sets[0], name)
-    items = eval(items, {}, vars(bench.given))
-    try:
-        with drawing.noted(bench.device, array) as found:
-            yield blocks
-    finally:
-        blocks += np.unique(found[0][found[0] >= 0] // 1024).tolist()
-        send(event="drawn", lines=drawing.lines_of(
-            name, found[0], blocks_of(kernel, items, threads, bench.device.W)[0], threads, where))
+def sketched(bench, file, kernel, threads, where):
+    """A context around a launch, behind which a drawing of each output is sent."""
+    items, labels = eval(file.version.items, {}, vars(bench.given)), own_labels(
+        file.exercise, file.ladder)
+    blocks = blocks_of(kernel, items, threads, bench.device.W)[0]
+    with contextlib.ExitStack() as noting:
+        found = {name: noting.enter_context(drawing.noted(bench.device, getattr(
+            bench.sets[0], name))) for name in bench.written}
+        try:
+            yield
+        finally:
+            noting.close()
+            for name, who in found.items():
+                label = labels.get(name, name)
+                send(event="drawn", name=label, sizes=where, lines=drawing.lines_of(
+                    label, who[0], blocks, threads, where))
 
 
 def launched(bench, version, choice, look_for):
@@ -767,11 +816,17 @@ def launched(bench, version, choice, look_for):
 
 
 def orders_within(seconds):
-    """ORDERS, until these seconds of the processor are over."""
+    """ORDERS, until these seconds of the processor are over. It is said which comes: what ends in
+    the first and not in another waits for a block, or a thread, that comes later there."""
     begun = time.process_time()
     for order in ORDERS:
-        if order == ORDERS[0] or time.process_time() - begun < seconds:
+        taken = time.process_time() - begun
+        if order == ORDERS[0] or taken < seconds:
+            if order != ORDERS[0]:
+                send(event="order", order=order)
+                signal.setitimer(signal.ITIMER_VIRTUAL, max(10, 50 * taken))
             yield order
+    signal.setitimer(signal.ITIMER_VIRTUAL, LIMIT)
 
 
 def checked(bench, version, choice, code, look_for=None, drawn=False, seconds=math.inf,

@@ -54,7 +54,7 @@ def test_drawn(folder):
     lines, begun = {}, ""
     for event in events:
         begun = event["file"] if event["event"] == "begins" else begun
-        if event["event"] == "drawn":
+        if event["event"] == "drawn" and event["lines"]:
             lines[begun] = event["lines"]
     for path in every:
         found = lines.get(path, [])

@@ -2,7 +2,9 @@
 or launches, arrays fitted to the checks' sizes, and waste; and it accepts right kernels in all
 dtypes.
 """
+import math
 import re
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -10,11 +12,12 @@ import pytest
 
 from dev.common.bf16 import to_bf16
 from dev.common.nvrtc import Used, has_nvrtc
+from dev.cpu.races import Work
 from dev.lab import grade, on_gpus
 from dev.lab.bench import compare_output
 from dev.lab.exercises import EXERCISES, checks_of, exercise_names
-from dev.lab.ladder import find_ladder, larger
-from dev.lab.submission import Submission
+from dev.lab.ladder import Draw, find_ladder, larger
+from dev.lab.submission import Submission, signature, ways
 from dev.lab.tests.student import LAYERNORM, NUMBER, SOFTMAX, filled, said
 from dev.tests.checks import check, fast
 
@@ -129,13 +132,45 @@ def test_cases(folder):
             complaint, _ = grade.complaint_of(Submission(path), result, look_for)
             if (job, name) == (R32, "right"):
                 lines = [event["lines"] for event in result[0] if event["event"] == "drawn"]
-                check(f"{name}: it is drawn", said(lines and lines[-1]).startswith(
+                check(f"{name}: it is drawn", said(lines and lines[0]).startswith(
                     "who writes out in blocks 0 and 1 of 11, with 256 threads each, at the sizes "
                     "B=3,T=9,C=96:   out[0]  block 0: threads 0-95   out[1]  block 0: threads "
                     "96-191   out[2]  block 0: threads 192-255; block 1: threads 0-31   "), lines)
             lines = complaint and complaint[1]
             check(f"{look_for} in {dtype}: {name}", not lines and result[0][-1]["event"] == "right"
                   if wish is None else re.search(wish, said(lines)), lines or result[2][-300:])
+
+
+def test_offered(folder):
+    """No BLOCK line that an exercise's file offers is slow by itself, at any size: the threads that
+    it gives to an item share its numbers."""
+    for name in exercise_names():
+        ladder, refused, files = find_ladder(name), [], []
+        threads, parameters = signature(EXERCISES[name])
+        offered = "\n".join(ways(EXERCISES[name], re.search(r"\d+", threads)[0]))
+        for i, block in enumerate(re.findall(r"^ +(BLOCK\(\d+, .*?\))  ", offered, re.M)):
+            path = folder / f"my_{name}_{i}.cu"
+            path.write_text(f'{block}\nextern "C" __global__ void my_{name}'
+                            f"({', '.join(parameters)}) {{}}\n")
+            files.append((block, Submission(path)))
+        for sizes in checks_of(EXERCISES[name], ladder):
+            if sizes.get("T", 0) > 150 or sizes.get("V", 0) > 10000:
+                continue
+            given, *_ = ladder.problem(Draw(False), **sizes)
+            given = SimpleNamespace(**{**sizes, **given, "blocks": 3, "W": 4, "itemsize": 4})
+            inputs = {key: x for key, x in vars(given).items() if isinstance(x, np.ndarray)}
+            bench = SimpleNamespace(sets=[given], inputs=inputs, ladder=ladder,
+                                    device=SimpleNamespace(W=4))
+            for block, file in files:
+                items, threads = eval(file.version.items, {}, vars(given)), file.kernel.threads
+                blocks, counts, _ = grade.blocks_of(file.kernel, items, threads, 4)
+                number, every = math.prod(counts), [x.size for x in inputs.values()] or [1]
+                most = {"1)": threads, "threads / 32)": 32}.get(block.split(", ", 1)[1], 1)
+                one = Work(4 * sum(every), 0, 0, blocks, number)
+                own = one._replace(threads=number * max(1, min(most, max(every) // number)))
+                share, lines = grade.wasted(bench, file.kernel, threads, items, own, one)[0]
+                refused += [[block, sizes, lines]] * (share > 1)
+        check(f"{name}: {len(files)} BLOCK lines", files and not refused, refused)
 
 
 def test_gpus(folder):
