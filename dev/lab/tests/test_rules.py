@@ -108,7 +108,7 @@ def test_memory_of_a_thread(folder):
     path = folder / "my_softmax_forward.cu"
     text = texts()["softmax_forward_row_of_a_thread"]
     for size, wish in (
-            (50304, r"201,\d+ bytes.*221,184 threads.*45 GB on an A100.*line 7: float e"),
+            (50304, r"201,\d+ bytes.*221,184 threads.*45 GB on an A100.*line 8: float e"),
             (5030, "")):
         path.write_text(text.replace("50304", str(size)), "utf-8")
         file = Submission(path)
