@@ -350,15 +350,14 @@ def stuck_lines(file, text):
     if gone:
         others.append(f"threads {gone[1]} have returned")
     all_of = "block" if "__syncthreads" in what or "block_reduce" in what else "warp"
-    rule = ""
-    if gone and all_of == "block":
-        rule = (". The lab applies this rule, which holds on every GPU; from compute capability "
-                "7.0 on, a barrier waits only for threads that have not returned")
+    rule = (all_of == "block") * (
+        ". The lab applies this rule, which holds on every GPU; from compute capability 7.0 on, "
+        "a barrier waits only for threads that have not returned")
     return [f"it is stuck{where}: {'some' if '...' in who else count(who)} of the {total} threads "
             f"of {block} wait there for the others", *(file.quoted(number) for number in numbers),
             *(["; ".join(others)] if others else []),
             "usually: it is inside an if, after a return, or in a loop that some threads leave "
-            f"earlier. All threads of the {all_of} must reach it{rule}"]
+            f"earlier. All threads of the {all_of} must reach it" + rule * bool(gone)]
 
 
 def cast_lines(file, dtype):

@@ -50,9 +50,7 @@ from prepro_tinyshakespeare import UserError
 
 TOP = LAB.parents[1]
 BOUNDS, RACES, GPU = "bounds", "races", "gpu"  # what a process looks for
-# No more than whether the numbers are right at one small size: it compiles in half of the time, and
-# a student reads its answer first.
-FIRST = "first"
+FIRST = "first"  # no more than whether one small size is right: it compiles in half of the time
 # Seconds of the processor for one size. The slowest of the tests' right kernels takes 5 on one
 # computer and 14 to 18 on another. A loop without an end comes to the limit of steps first, where
 # the race finder counts them.
@@ -313,10 +311,9 @@ def drawing_of(drawn, wrong=()):
     """The lines of a drawing, of {(sizes, output): lines}: of the output and at the sizes that the
     lines on what is wrong name; where nothing is, of the first output, at the first sizes with two
     blocks."""
-    where = next((found[1] for line in wrong
-                  if (found := re.match(r"at the sizes (.*), in \w+$", line))), None)
-    at = {name: lines for (sizes, name), lines in drawn.items() if sizes == where}
     if wrong:
+        where = re.findall(r"^at the sizes (.*), in \w+$", "\n".join(wrong), re.M)
+        at = {name: lines for (sizes, name), lines in drawn.items() if sizes in where}
         named = [lines for name, lines in at.items() if re.search(rf"\b{name}\[", wrong[0])]
         return next(iter([*named, *at.values()]), [])
     first = next((name for _, name in drawn), None)
@@ -785,9 +782,9 @@ def kept_between_launches(bench, version, choice, file):
 @contextlib.contextmanager
 def sketched(bench, file, kernel, threads, where):
     """A context around a launch, behind which a drawing of each output is sent."""
-    items, labels = eval(file.version.items, {}, vars(bench.given)), own_labels(
-        file.exercise, file.ladder)
+    items = eval(file.version.items, {}, vars(bench.given))
     blocks = blocks_of(kernel, items, threads, bench.device.W)[0]
+    labels = own_labels(file.exercise, file.ladder)
     with contextlib.ExitStack() as noting:
         found = {name: noting.enter_context(drawing.noted(bench.device, getattr(
             bench.sets[0], name))) for name in bench.written}

@@ -48,7 +48,7 @@ class Small(NamedTuple):
 
 
 SMALL = (
-    Small("one sum for all threads", rf"sum: .*{WARP}", """
+    Small("one sum for all threads", rf"sum: .*{SHARED}", """
     __shared__ float sum;
     sum = inp[i];  //!
     out[i] = 2 * sum;

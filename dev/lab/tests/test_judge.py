@@ -4,6 +4,7 @@ dtypes.
 """
 import math
 import re
+from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
@@ -293,6 +294,10 @@ def test_order():
             ("too slow, while steps are counted", (grade.SLOW, 1), {2: grade.RACE}, False),
             ("too slow", (grade.SLOW, 1), {3: running, 4: grade.RACE}, True)):
         check(f"sure: {name}", grade.is_sure(complaint, waiting, jobs) == wish)
+    drawn = {("B=1", "out"): ["a"], ("B=2", "out"): ["b"], ("B=2", "rstd"): ["c"]}
+    for sizes, wish in (("B=2", ["c"]), ("B=3", [])):
+        found = grade.drawing_of(drawn, ["wrong: rstd[3] is 1", f"at the sizes {sizes}, in bf16"])
+        check(f"what is drawn of a wrong number at {sizes}", found == wish, found)
 
 
 def test_facts(folder):
@@ -307,5 +312,10 @@ def test_facts(folder):
           and found.gpu == [] and found.dtypes == ["fp32", "bf16"], found)
     check("  and it says so",
           re.search("accesses were not.*races were not.*GPU.*pip install", lines), lines)
+    events, *_ = grade.run_child(dict(
+        compile=[str(path)], run=[str(path)], look_for=grade.FIRST, dtypes=["fp32"], limit=5,
+        compare=True), {"CXXFLAGS": "-O0"})
+    said_first = [line for line in map(partial(grade.first_line, "fp32"), events) if line]
+    check("the first answer", said_first == ["fp32, B=3,T=9,C=96: right"], events)
     path.write_text(filled("matmul_forward", NUMBER + "    if (i == 0) mma_tf32;\n"))
     check("tensor cores bring tf32", Submission(path).dtypes == ["fp32", "bf16", "tf32"])
