@@ -18,6 +18,7 @@ from typing import NamedTuple
 import train_gpt2
 from dev.common.config import check_tokens
 from dev.common.flags import parse_flags
+from dev.data.documents import cleaned
 from dev.features.order import make_training, read_flags, table_of_flags
 from dev.features.sample import Sampling, coins_of, stream
 from dev.features.seams import GPT2
@@ -103,17 +104,19 @@ class Model:
         """A text and its continuation by `count` tokens, as --sample writes it. temperature=0
         always takes the likeliest token. Raises UserError, if the model's words are not known,
         too."""
-        run, written = self.training, []
+        written = []
         flags = self.flags_of(sample=text, sample_tokens=count, temperature=temperature,
                               top_k=top_k, top_p=top_p, seed=seed, stop=stop or "")
-        stream(self.model, Sampling.tokens_of(run, flags.sample), run.words(), flags.sample,
+        run, text = self.training, cleaned(flags.sample)
+        stream(self.model, Sampling.tokens_of(run, text), run.words(), text,
                flags.sample_tokens, coins_of(flags.seed), flags.temperature, flags.top_k,
                written.append, flags.top_p, flags.stop)
         return "".join(written)
 
     def encode(self, text):
-        """The token ids (T,) int32 of a text. Raises UserError if the words are not known."""
-        return np.array(self.training.encode(self.flags_of(sample=text).sample), np.int32)
+        """The token ids (T,) int32 of a text, cleaned as texts to train on: Windows' line ends
+        become newlines. Raises UserError if the words are not known."""
+        return np.array(self.training.encode(cleaned(self.flags_of(sample=text).sample)), np.int32)
 
     def decode(self, tokens):
         """The text of token ids; those that are no known word are shown as <id>."""

@@ -21,6 +21,7 @@ that.)
 The trainer's classifier, or --label-smoothing's, computes all rows, with word 0 in the place of -1;
 a kernel then clears the rows that do not count.
 """
+import math
 import zlib
 from pathlib import Path
 

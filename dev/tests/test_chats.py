@@ -200,6 +200,26 @@ def test_files(folder, monkeypatch):
         check_refusal(wish, wish, prepare, own_text, *arguments)
 
 
+def check_lost(folder):
+    """Rows that cut some answers, or all of a part: nothing is written then."""
+    lines = (folder / "chats.jsonl").read_text().split("\n")
+    long, half = (json.dumps({"prompt": "x" * a, "answer": "y" * b}) for a, b in ((90, 2), (9, 90)))
+    for name, given, row, wish in (
+            ("lost", lines, 20, "training: 40 of 40 conversations lost .* 20 tokens"),
+            ("first", [long, half, *lines[:16]], 80,
+             "validation: 1 of 18 conversations lost .* 80 tokens")):
+        (folder / f"{name}.jsonl").write_text("\n".join(given))
+        check_refusal(name, f"no token counts in the rows for {wish}; expected a larger --row",
+                      prepare, own_text, "--input", f"{name}.jsonl", "--chat", "--vocab", "bytes",
+                      "--row", row)
+        check(f"{name}: nothing is written", not (folder / "data" / name).exists())
+    (folder / "some.jsonl").write_text("\n".join([*lines, long, half, long]))
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        prepare(own_text, "--input", "some.jsonl", "--chat", "--vocab", "bytes", "--row", 80)
+    check("some are lost", "cut at its end: 3 conversations; 2 of them lost their whole answer; "
+          "expected a larger --row\n" in out.getvalue(), out.getvalue())
+
+
 def test_fine_tuning(device_name, folder, monkeypatch):
     """Steps on conversations have the rows' length without -t, and --sample and --chat answer in
     the template, up to its end; exports do so in transformers, and in llama.cpp if it is here."""
