@@ -225,6 +225,45 @@ def update_table(updated):
     ]
 
 
+# A layer's parts, by their names in the tables: "qkv" has qkvw and qkvb, "ln1" ln1w, ln1_mean ...
+
+
+class Linear(NamedTuple):
+    """A linear layer: out (N,OC) = inp (N,C) @ w.T + b."""
+    name: str
+    l: int  # the index of its layer; the head's is L
+    w: object  # (OC,C)
+    b: object  # (OC); the head has none
+    dw: object  # their gradients
+    db: object
+
+
+class Norm(NamedTuple):
+    """A norm: out (N,C) = (inp - mean) * rstd * w + b, row by row."""
+    name: str
+    l: int  # the index of its layer; lnf's is L
+    w: object  # (C)
+    b: object  # (C)
+    dw: object
+    db: object
+    inp: object  # (N,C), a copy of the residual stream
+    mean: object  # (N)
+    rstd: object  # (N), 1 / the standard deviation
+    out: object  # (N,C)
+
+
+def linear(name, l, p, g):
+    """The linear layer of that name, from views of parameters and of gradients."""
+    tensors = (vars(views).get(name + end) for views in (p, g) for end in "wb")
+    return Linear(name, l, *tensors)
+
+
+def norm(name, l, p, g, a):
+    """The norm of that name; a: views of activations."""
+    kept = (vars(a).get(name + end) for end in ("_inp", "_mean", "_rstd", ""))
+    return Norm(*linear(name, l, p, g), *kept)
+
+
 # An arena is one allocation, cut into the tensors of a table.
 
 
@@ -299,7 +338,9 @@ class GPT2:
         self.batch = None  # tokens, targets, and tokens sorted
         self.acts = None  # activations, which the forward pass makes
         self.back = None  # the gradients of activations
-        self.layers = None  # for each layer its part of params, of grads and of acts
+        self.layers = None  # for each layer its parts, and its activations
+        self.lnf = None  # the last norm
+        self.head = Linear("head", config.L, self.params.wte, None, self.grads.wte, None)
         self.parts = None  # slices of the N tokens, which get logits in turn
         self.BT = None  # (B,T) that these five are laid out for: see set_batch
         self.master = [self.params]  # a parameter's 32 bits: in bf16, with the low halves
@@ -319,84 +360,89 @@ class GPT2:
 
     def layer_forward(self, l):
         """x = x + attention(ln1(x)), then x = x + mlp(ln2(x)). The next norm does each addition."""
-        p, _, a = self.layers[l]  # this layer's parameters and activations
+        y, a = self.layers[l]  # this layer's parts and activations
         branch = self.acts.branch
         added = branch if l else None  # what the MLP of the layer before computed
-        self.norm_forward(a.ln1, a.ln1_mean, a.ln1_rstd, a.ln1_inp, added, p.ln1w, p.ln1b)  # (N,C)
-        self.linear_forward(a.qkv, a.ln1, p.qkvw, p.qkvb)  # (N,C) -> (N,3C)
+        self.norm_forward(y.ln1, added)  # (N,C)
+        self.linear_forward(a.qkv, a.ln1, y.qkv)  # (N,C) -> (N,3C)
         self.attention_forward(a.atty, a.lse, a.qkv)  # (N,3C) -> (N,C)
-        self.linear_forward(branch, a.atty, p.attprojw, p.attprojb)  # (N,C) -> (N,C)
+        self.linear_forward(branch, a.atty, y.attproj)  # (N,C) -> (N,C)
 
-        self.norm_forward(a.ln2, a.ln2_mean, a.ln2_rstd, a.ln2_inp, branch, p.ln2w, p.ln2b)  # (N,C)
-        self.linear_forward(a.fch, a.ln2, p.fcw, p.fcb, gelu=a.fch_gelu)  # (N,C) -> (N,4C)
-        self.linear_forward(branch, a.fch_gelu, p.fcprojw, p.fcprojb)  # (N,4C) -> (N,C)
+        self.norm_forward(y.ln2, branch)  # (N,C)
+        self.linear_forward(a.fch, a.ln2, y.fc, gelu=a.fch_gelu)  # (N,C) -> (N,4C)
+        self.linear_forward(branch, a.fch_gelu, y.fcproj)  # (N,4C) -> (N,C)
 
     def layer_backward(self, l):
         """layer_forward(l), read upwards: each call takes the gradient of what its twin there made,
         and makes those of the twin's inputs. (There fc's call ends with GELU, here fcproj's with
         its derivative.) dx is the gradient of the stream x, and so of each branch added to it."""
-        p, g, a = self.layers[l]  # g: the gradients of p
+        y, a = self.layers[l]
         dx = self.back.dresidual  # (N,C)
         dqkv = self.back.dqkv  # (N,3C)
         dln2 = datty = dln1 = self.back.dinp  # (N,C): each is read before the next is written
         dfch = a.fch_gelu  # (N,4C), the same memory: fch_gelu is read before dfch is written
-        self.linear_backward(dfch, g.fcprojw, g.fcprojb, dx, a.fch_gelu, p.fcprojw, dgelu_at=a.fch)
-        self.linear_backward(dln2, g.fcw, g.fcb, dfch, a.ln2, p.fcw)
-        self.norm_backward(dx, g.ln2w, g.ln2b, dln2, a.ln2_inp, p.ln2w, a.ln2_mean, a.ln2_rstd)
+        self.linear_backward(dfch, dx, a.fch_gelu, y.fcproj, dgelu_at=a.fch)  # (N,C) -> (N,4C)
+        self.linear_backward(dln2, dfch, a.ln2, y.fc)  # (N,4C) -> (N,C)
+        self.norm_backward(dx, dln2, y.ln2)  # (N,C)
 
-        self.linear_backward(datty, g.attprojw, g.attprojb, dx, a.atty, p.attprojw)
-        self.attention_backward(dqkv, datty, a.atty, a.lse, a.qkv)
-        self.linear_backward(dln1, g.qkvw, g.qkvb, dqkv, a.ln1, p.qkvw)
-        self.norm_backward(dx, g.ln1w, g.ln1b, dln1, a.ln1_inp, p.ln1w, a.ln1_mean, a.ln1_rstd)
+        self.linear_backward(datty, dx, a.atty, y.attproj)  # (N,C) -> (N,C)
+        self.attention_backward(dqkv, datty, a.atty, a.lse, a.qkv)  # (N,C) -> (N,3C)
+        self.linear_backward(dln1, dqkv, a.ln1, y.qkv)  # (N,3C) -> (N,C)
+        self.norm_backward(dx, dln1, y.ln1)  # (N,C)
 
     # ---- Its parts. A step's first micro-batch sets the gradients of parameters, the others add.
 
-    def linear_forward(self, out, inp, weight, bias, gelu=None):
-        """out (N,OC) = inp (N,C) @ weight.T (C,OC) + bias (OC). gelu (N,OC), if given, becomes
-        GELU(out); a fast device applies it while out is in registers."""
-        self.device.matmul(out, inp, weight.T, bias=bias, gelu=gelu)
+    def linear_forward(self, out, inp, y, gelu=None):
+        """out (N,OC) = inp (N,C) @ w.T (C,OC) + b (OC) of the linear layer y. gelu (N,OC), if
+        given, becomes GELU(out); a fast device applies it while out is in registers."""
+        self.device.matmul(out, inp, y.w.T, bias=y.b, gelu=gelu)
 
-    def linear_backward(self, dinp, dweight, dbias, dout, inp, weight, dgelu_at=None):
-        """The three gradients of out = inp @ weight.T + bias, given dout (N,OC):
+    def linear_backward(self, dinp, dout, inp, y, dgelu_at=None):
+        """The three gradients of out = inp @ w.T + b, given dout (N,OC):
 
-            dweight (OC,C) = dout.T @ inp
-            dbias (OC)     = the sum of the rows of dout
-            dinp (N,C)     = dout @ weight
+            db (OC)     = the sum of the rows of dout
+            dw (OC,C)   = dout.T @ inp
+            dinp (N,C)  = dout @ w
 
         If inp was GELU of something, dgelu_at is that: dinp is multiplied by GELU's derivative
         there, and so becomes its gradient. dinp may be inp's memory."""
-        device = self.device
-        adds = self.micro > 0
-        device.matmul(dweight, dout.T, inp, accumulate=adds)  # (OC,N) @ (N,C) -> (OC,C)
+        self.bias_backward(dout, y)
+        matmul = self.device.matmul
+        matmul(y.dw, dout.T, inp, accumulate=self.micro > 0)  # (OC,N) @ (N,C) -> (OC,C)
+        matmul(dinp, dout, y.w, dgelu_at=dgelu_at)  # (N,OC) @ (OC,C) -> (N,C)
+
+    def bias_backward(self, dout, y):
+        """db. Many blocks sum some rows of dout each; add_partials adds up their sums."""
         N, OC = dout.shape
-        shares = max(1, min(128, N // 32))  # of the N rows; each adds one row of partials
-        partials = self.back.partials  # (shares,OC) fits: it has 2 x 256 x C numbers
-        device.launch("matmul_backward_bias", (OC, shares), partials, dout, N, OC)
-        device.launch("add_partials", (OC, 1), dbias, None, partials, shares, OC, adds)
-        device.matmul(dinp, dout, weight, dgelu_at=dgelu_at)  # (N,OC) @ (OC,C) -> (N,C)
+        blocks = max(1, min(128, N // 32))
+        partials = self.back.partials  # (blocks,OC) fits: it has 2 x 256 x C numbers
+        launch = self.device.launch
+        launch("matmul_backward_bias", (OC, blocks), partials, dout, N, OC)
+        launch("add_partials", (OC, 1), y.db, None, partials, blocks, OC, self.micro > 0)
 
-    def norm_forward(self, out, mean, rstd, copy, branch, weight, bias):
-        """x += branch, unless None. Then copy = x and, row by row,
-        out = (x - mean) * rstd * weight + bias."""
+    def norm_forward(self, y, branch):
+        """x += branch, unless None. Then inp = x and, row by row, out = (x - mean) * rstd * w + b
+        of the norm y."""
         x = self.acts.residual
-        self.device.launch("residual_layernorm_forward", len(out), out, mean, rstd, copy, x, branch,
-                           weight, bias, len(out))
+        N = len(y.out)
+        self.device.launch("residual_layernorm_forward", N, y.out, y.mean, y.rstd, y.inp, x, branch,
+                           y.w, y.b, N)
 
-    def norm_backward(self, dx, dweight, dbias, dout, inp, weight, mean, rstd):
-        """Add the gradient of a norm's input to dx. With norm = (inp - mean) * rstd and
-        dnorm = dout * weight, for each row:
+    def norm_backward(self, dx, dout, y):
+        """Add the gradient of the input of the norm y to dx. With norm = (inp - mean) * rstd and
+        dnorm = dout * w, for each row:
 
             dx += rstd * (dnorm - average(dnorm) - norm * average(dnorm * norm))
-            dweight = the sum over rows of dout * norm
-            dbias = the sum over rows of dout
+            dw = the sum over rows of dout * norm
+            db = the sum over rows of dout
         """
-        N, C = inp.shape
-        partials = self.back.partials  # (2,blocks,C)
+        N, C = y.inp.shape
+        partials = self.back.partials  # (2,blocks,C): each block's sums, which add_partials adds up
         blocks, threads, shared = layernorm_backward_launch(self.device, N)
-        self.device.launch("layernorm_backward", blocks, dx, partials, dout, inp, weight, mean,
-                           rstd, N, threads=threads, shared=shared)
-        self.device.launch("add_partials", (C, 2), dweight, dbias, partials, blocks, C,
-                           self.micro > 0)
+        launch = self.device.launch
+        launch("layernorm_backward", blocks, dx, partials, dout, y.inp, y.w, y.mean, y.rstd, N,
+               threads=threads, shared=shared)
+        launch("add_partials", (C, 2), y.dw, y.db, partials, blocks, C, self.micro > 0)
 
     def attention_forward(self, out, lse, qkv):
         """For each head, out (N,C) = P v with P = softmax(S) and S = q k' / sqrt(HS), where a token
@@ -456,24 +502,19 @@ class GPT2:
 
     def last_norm_forward(self):
         """The stream ends in lnf (N,C)."""
-        p = self.params
-        a = self.acts
-        self.norm_forward(a.lnf, a.lnf_mean, a.lnf_rstd, a.lnf_inp, a.branch, p.lnfw, p.lnfb)
+        self.norm_forward(self.lnf, self.acts.branch)
 
     def last_norm_backward(self):
         """Start the stream's gradient: zero dx, then go back through lnf."""
-        g = self.grads
-        a = self.acts
         dx = self.back.dresidual
         dlnf = self.back.dinp
         self.device.zero(dx)
-        self.norm_backward(dx, g.lnfw, g.lnfb, dlnf, a.lnf_inp, self.params.lnfw, a.lnf_mean,
-                           a.lnf_rstd)
+        self.norm_backward(dx, dlnf, self.lnf)
 
     def head_forward(self, rows):
         """The logits (rows,Vp) of some of the N tokens, a slice. Their weight is wte again."""
         logits = self.acts.logits[: rows.stop - rows.start]
-        self.device.matmul(logits, self.acts.lnf[rows], self.params.wte.T)  # (rows,C) @ (C,Vp)
+        self.device.matmul(logits, self.lnf.out[rows], self.head.w.T)  # (rows,C) @ (C,Vp)
         return logits
 
     def head_backward(self, rows, dlogits):
@@ -482,8 +523,8 @@ class GPT2:
         matmul = self.device.matmul
         adds = self.micro > 0 or rows.start > 0
         dlnf = self.back.dinp[rows]
-        matmul(dlnf, dlogits, self.params.wte)  # (rows,Vp) @ (Vp,C) -> (rows,C)
-        matmul(self.grads.wte, dlogits.T, self.acts.lnf[rows], accumulate=adds)  # -> (Vp,C)
+        matmul(dlnf, dlogits, self.head.w)  # (rows,Vp) @ (Vp,C) -> (rows,C)
+        matmul(self.head.dw, dlogits.T, self.lnf.out[rows], accumulate=adds)  # -> (Vp,C)
 
     def loss_forward(self, rows, logits, with_gradient=False):
         """losses[rows] = -log(softmax(logits)[target]). with_gradient, the logits then become the
@@ -618,6 +659,16 @@ class GPT2:
         dtype = {"parameters": self.device.real, "low bits": LOW}.get(arena, np.float32)
         return carve(self.arenas[arena], self.config.parameter_table(dtype))
 
+    def layer(self, l, tables):
+        """(parts, activations) of layer l, by their names."""
+        p = self.layer_views(self.params, tables["parameters"], l)
+        g = self.layer_views(self.grads, tables["gradients"], l)
+        a = self.layer_views(self.acts, tables["activations"], l)
+        parts = SimpleNamespace(ln1=norm("ln1", l, p, g, a), ln2=norm("ln2", l, p, g, a))
+        for name in ("qkv", "attproj", "fc", "fcproj"):
+            setattr(parts, name, linear(name, l, p, g))
+        return parts, a
+
     def layer_views(self, views, table, l):
         """Those of some views that belong to layer l."""
         return SimpleNamespace(**{row.name: getattr(views, row.name)[l] for row in table
@@ -643,10 +694,9 @@ class GPT2:
         self.batch = carve(self.arenas["batch"], tables["batch"])
         self.acts = carve(self.arenas["activations"], tables["activations"])
         self.back = carve(self.arenas["backward"], tables["backward"])
-        self.layers = [(self.layer_views(self.params, tables["parameters"], l),
-                        self.layer_views(self.grads, tables["gradients"], l),
-                        self.layer_views(self.acts, tables["activations"], l))
-                       for l in range(self.config.L)]
+        L = self.config.L
+        self.layers = [self.layer(l, tables) for l in range(L)]
+        self.lnf = norm("lnf", L, self.params, self.grads, self.acts)
         size = len(self.acts.logits)
         self.parts = [slice(start, min(start + size, B * T)) for start in range(0, B * T, size)]
 

@@ -19,14 +19,17 @@ and the biases' gradients need passes of their own, since fused_biases.py sums w
 """
 from pathlib import Path
 
-from dev.features.declare import Feature, Flag, Pair
-from dev.features.devices import address_of
+from dev.features.declare import Feature, Flag
 from dev.features.seams import Counted
 from train_gpt2 import PARTIAL_ROWS, Row
 
 import numpy as np
 
 SOURCE = Path(__file__).resolve().with_suffix(".cu")
+
+
+# What makes a branch, and which site of its layer that is
+SITES = {"attproj": 1, "fcproj": 2}
 
 
 class Dropped(Counted):
@@ -44,17 +47,6 @@ class Dropped(Counted):
         return tables | {"backward": [*backward, Row("dbranch", (B * T, c.C), device.real)],
                          "update": [*tables["update"], Row("part", (1,), np.uint64)]}
 
-    def __init__(self, *args, **keywords):
-        super().__init__(*args, **keywords)
-        p = self.params
-        g = self.grads
-        sites = [(p.lnfw, 2 * self.config.L)]
-        for l in range(self.config.L):
-            # The norm that adds a branch, and the weight whose product made the branch, tell which.
-            sites += [(p.ln1w[l], 2 * l), (p.ln2w[l], 2 * l + 1), (g.attprojw[l], 2 * l + 1),
-                      (g.fcprojw[l], 2 * l + 2)]
-        self.sites = {address_of(array): site for array, site in sites}
-
     def set_batch(self, batch):
         """Also say which part of the step's tokens it is: micro-batches of one process are in the
         order in which N ranks take them."""
@@ -67,29 +59,20 @@ class Dropped(Counted):
         self.device.launch(kernel, out.size, out, inp, self.adam.counter, self.adam.part, site,
                            round(P * 2**32), 1 / (1 - P), out.size)
 
-    def site_of(self, arrays):
-        return next(self.sites[address_of(x)] for x in arrays
-                    if x is not None and address_of(x) in self.sites)
+    def norm_forward(self, y, branch):
+        """As the model's, which adds the branch to the stream."""
+        if self.dropping and branch is not None:
+            self.drop("drop", branch, branch, 2 * y.l + (y.name == "ln2"))
+        super().norm_forward(y, branch)
 
-    def drop_branch(self, arrays):
-        """Drop acts.branch if it is among the arguments of a norm, which adds it to the stream."""
-        branch = self.acts.branch
-        if self.dropping and any(x is branch for x in arrays):
-            self.drop("drop", branch, branch, self.site_of(arrays))
-
-    def norm_forward(self, *arrays):
-        self.drop_branch(arrays)
-        super().norm_forward(*arrays)
-
-    def linear_backward(self, *arrays, **more):
+    def linear_backward(self, dinp, dout, inp, y, **more):
         """As the model's; a product that made a branch gets the branch's gradient in place of the
         stream's."""
-        dx = self.back.dresidual
-        dbranch = self.back.dbranch
-        if self.dropping and any(x is dx for x in arrays):
-            self.drop("drop", dbranch, dx, self.site_of(arrays))
-            arrays = [dbranch if x is dx else x for x in arrays]
-        super().linear_backward(*arrays, **more)
+        if self.dropping and y.name in SITES:
+            dbranch = self.back.dbranch
+            self.drop("drop", dbranch, dout, 2 * y.l + SITES[y.name])
+            dout = dbranch
+        super().linear_backward(dinp, dout, inp, y, **more)
 
     def embedding_forward(self):
         super().embedding_forward()
@@ -119,14 +102,6 @@ class Dropped(Counted):
             self.dropping = True
 
 
-class DroppedAgain:
-    """With --recompute 2, whose norms read the stream from one tensor and write it to another."""
-
-    def norm_into(self, *arrays):
-        self.drop_branch(arrays)
-        super().norm_into(*arrays)
-
-
 class DroppedTraining:
     """A run of such a model. A step that is looked at again drops what it dropped before."""
 
@@ -148,5 +123,4 @@ FEATURE = Feature(
     flags=(
         Flag(None, "--dropout", "share", 0.0, "P: in training, drop a share P of the embeddings "
              "and of each layer's two outputs; attention's weights stay; on a GPU without the "
-             "chapter fused biases", "the update"),),
-    pairs=(Pair("recompute 2", DroppedAgain),))
+             "chapter fused biases", "the update"),))

@@ -65,8 +65,9 @@ def with_summed_outputs(device):
 
 
 class FusedBiases:
-    """GPT-2 on such a device. In the backward pass, `summed` is a gradient whose sums have begun:
-    (dbias, rows of back.sums, OC)."""
+    """GPT-2 on such a device. In the backward pass, `begun` is a bias's gradient whose sums have
+    begun: (db, rows of back.sums, OC). The next norm finishes it."""
+    begun = None, 0, 0
 
     @classmethod
     def tables(cls, c, device, B, T):
@@ -76,66 +77,46 @@ class FusedBiases:
         return tables | {"backward": [row for row in tables["backward"] if row.name != "partials"]
                          + [partials, sums]}
 
-    def layer_backward(self, l):
-        """As GPT2.layer_backward."""
-        p, g, a = self.layers[l]
-        d, matmul, adds = self.back, self.device.matmul, self.micro > 0
-        dx = d.dresidual
-        dln2 = datty = dln1 = d.dinp
-        matmul(g.fcprojw, dx.T, a.fch_gelu, accumulate=adds)  # (C,N) @ (N,4C) -> (C,4C)
-        dfch = a.fch_gelu
-        matmul(dfch, dx, p.fcprojw, dgelu_at=a.fch)  # (N,C) @ (C,4C) -> (N,4C)
-        fcb = self.bias_backward(g.fcb, dfch)  # (N,4C) -> (4C)
-        matmul(g.fcw, dfch.T, a.ln2, accumulate=adds)  # (4C,N) @ (N,C) -> (4C,C)
-        matmul(dln2, dfch, p.fcw)  # (N,4C) @ (4C,C) -> (N,C)
-        self.norm_backward(dx, g.ln2w, g.ln2b, dln2, a.ln2_inp, p.ln2w, a.ln2_mean, a.ln2_rstd,
-                           g.attprojb, fcb)
+    def bias_backward(self, dout, y):
+        """As GPT2.bias_backward, of fc and qkv alone: the gradient of the stream has been summed
+        for the other two by the norm that wrote it."""
+        if y.name == "fc":
+            self.begun = y.db, self.sum_rows(dout), y.db.size
+        if y.name == "qkv":  # attention_backward has summed dout
+            B, T = self.BT
+            self.begun = y.db, B * ceil_div(T, self.device.attention_sizes.rows), y.db.size
 
-        matmul(g.attprojw, dx.T, a.atty, accumulate=adds)  # (C,N) @ (N,C) -> (C,C)
-        matmul(datty, dx, p.attprojw)  # (N,C) @ (C,C) -> (N,C)
-        qkvb = self.attention_backward_summed(g.qkvb, datty, a.atty, a.lse, a.qkv)
-        matmul(g.qkvw, d.dqkv.T, a.ln1, accumulate=adds)  # (3C,N) @ (N,C) -> (3C,C)
-        matmul(dln1, d.dqkv, p.qkvw)  # (N,3C) @ (3C,C) -> (N,C)
-        self.norm_backward(dx, g.ln1w, g.ln1b, dln1, a.ln1_inp, p.ln1w, a.ln1_mean, a.ln1_rstd,
-                           self.bias_before(l), qkvb)
-
-    def bias_before(self, l):
-        """The gradient of the bias of the MLP whose output layer l's first norm has added."""
-        return self.layers[l - 1][1].fcprojb if l else None
-
-    def last_norm_backward(self):
-        """As GPT2.last_norm_backward."""
-        p, g, a, d = self.params, self.grads, self.acts, self.back
-        self.device.zero(d.dresidual)
-        self.norm_backward(d.dresidual, g.lnfw, g.lnfb, d.dinp, a.lnf_inp, p.lnfw, a.lnf_mean,
-                           a.lnf_rstd, g.fcprojb[-1])
-
-    def norm_backward(self, dx, dweight, dbias, dout, inp, weight, mean, rstd, dbias_before=None,
-                      summed=(None, 0, 0)):
-        """As GPT2.norm_backward. Also makes dbias_before, the sum of the rows of the new dx, unless
-        None, and finishes the gradient that `summed` began."""
-        C, N, device, d = self.config.C, len(inp), self.device, self.back
-        blocks, threads, shared = layernorm_backward_launch(device, N)
-        other, rows, OC = summed
-        device.launch("layernorm_backward", blocks, dx, d.partials, dout, inp, weight, mean, rstd,
-                      N, threads=threads, shared=shared)
-        device.launch("add_all_partials", (max(C, OC), 4), dweight, dbias, dbias_before, other,
-                      d.partials, d.sums, blocks, C, rows, OC, self.micro > 0)
-
-    def bias_backward(self, dbias, dout):
-        """Begin dbias (OC), the sum of the rows of dout (N,OC): sum shares of the rows."""
+    def sum_rows(self, dout):
+        """Sum shares of the rows of dout (N,OC) in back.sums. Returns how many."""
         N, OC = dout.shape
         shares = max(1, min(64, N // 256))
         self.device.launch("sum_rows", (OC, shares), self.back.sums, dout, N, OC)
-        return dbias, shares, OC
+        return shares
 
-    def attention_backward_summed(self, dbias, dout, out, lse, qkv):
-        """attention_backward, which begins dbias (3C) too: a block's rows are summed together."""
-        (B, T), device = self.BT, self.device
-        device.column_sums = self.back.sums
-        self.attention_backward(self.back.dqkv, dout, out, lse, qkv)
-        device.column_sums = None
-        return dbias, B * ceil_div(T, device.attention_sizes.rows), dbias.size
+    def attention_backward(self, *arrays):
+        """As GPT2.attention_backward. The rows of dqkv that a block writes are summed, too."""
+        self.device.column_sums = self.back.sums
+        super().attention_backward(*arrays)
+        self.device.column_sums = None
+
+    def norm_backward(self, dx, dout, y):
+        """As GPT2.norm_backward. Also sums the rows of the new dx for the linear layer that made
+        the branch before the norm, and finishes the gradient that has begun."""
+        N, C = y.inp.shape
+        device, d = self.device, self.back
+        blocks, threads, shared = layernorm_backward_launch(device, N)
+        db, rows, OC = self.begun
+        self.begun = None, 0, 0
+        device.launch("layernorm_backward", blocks, dx, d.partials, dout, y.inp, y.w, y.mean,
+                      y.rstd, N, threads=threads, shared=shared)
+        device.launch("add_all_partials", (max(C, OC), 4), y.dw, y.db, self.bias_before(y), db,
+                      d.partials, d.sums, blocks, C, rows, OC, self.micro > 0)
+
+    def bias_before(self, y):
+        """The gradient of the bias of the linear layer whose output this norm has added to x."""
+        if y.name == "ln2":
+            return self.layers[y.l][0].attproj.db
+        return self.layers[y.l - 1][0].fcproj.db if y.l else None
 
 
 # FP8 brings an Output of its own, with sums of columns too

@@ -39,35 +39,37 @@ class RecomputeInside(Shared):
     SHARED = "ln1", "ln2", "fch_gelu"
 
     def layer_backward(self, l):
-        p, _, a = self.layers[l]
-        self.compute_again(p, a)
+        self.compute_again(*self.layers[l])
         super().layer_backward(l)
 
-    def compute_again(self, p, a):
-        (N, C), launch = a.ln1.shape, self.device.launch
-        launch("layernorm_again", N * C, a.ln1, a.ln1_inp, a.ln1_mean, a.ln1_rstd, p.ln1w, p.ln1b,
-               N, C)
-        launch("layernorm_again", N * C, a.ln2, a.ln2_inp, a.ln2_mean, a.ln2_rstd, p.ln2w, p.ln2b,
-               N, C)
-        launch("gelu_forward", a.fch.size, a.fch_gelu, a.fch, *a.fch.shape)
+    def compute_again(self, y, a):
+        self.norm_again("layernorm_again", y.ln1, y.ln1.mean, y.ln1.rstd, y.ln1.w, y.ln1.b)
+        self.norm_again("layernorm_again", y.ln2, y.ln2.mean, y.ln2.rstd, y.ln2.w, y.ln2.b)
+        self.device.launch("gelu_forward", a.fch.size, a.fch_gelu, a.fch, *a.fch.shape)
+
+    def norm_again(self, kernel, y, *kept):
+        """The output of the norm y, from what it has kept."""
+        self.device.launch(kernel, y.out.size, y.out, y.inp, *kept, *y.out.shape)
 
 
 class LlamaInside:
     """Level 1 for Llama 3, with the product that makes the MLP's hidden channels."""
     SHARED = "ln1", "ln2", "fch", "fch_swiglu"
 
-    def compute_again(self, p, a):
-        (N, C), launch = a.ln1.shape, self.device.launch
-        launch("rmsnorm_again", N * C, a.ln1, a.ln1_inp, a.ln1_rstd, p.ln1w, N, C)
-        launch("rmsnorm_again", N * C, a.ln2, a.ln2_inp, a.ln2_rstd, p.ln2w, N, C)
-        self.hidden_forward(p, a)
+    def compute_again(self, y, a):
+        self.norm_again("rmsnorm_again", y.ln1, y.ln1.rstd, y.ln1.w)
+        self.norm_again("rmsnorm_again", y.ln2, y.ln2.rstd, y.ln2.w)
+        self.hidden_forward(y, a)
 
 
 class RecomputeLayers(Shared):
-    """Level 2. The residual stream is L + 1 tensors: x before each layer, and last the one that a
-    layer works in. A norm's kernel reads x from one, adds the branch, and writes the sum to the
-    other."""
+    """Level 2: before a layer's backward pass comes its forward pass again, without attention, of
+    which atty and lse are kept, and without the last product, whose result nobody would read.
+
+    The residual stream is L + 1 tensors: x before each layer, and last the one that a layer works
+    in. A norm's kernel reads x from one, adds the branch, and writes the sum to the other."""
     SHARED = "ln1_inp", "ln1", "qkv", "ln2_inp", "ln2", "fch", "fch_gelu", "fch_swiglu"
+    again = False  # whether a layer's forward pass comes again
 
     @classmethod
     def tables(cls, c, device, B, T):
@@ -93,65 +95,43 @@ class RecomputeLayers(Shared):
         with self.residual(-1):
             super().last_norm_forward()
 
-    def layer_forward(self, l):
-        p, _, a = self.layers[l]
-        self.before_attention(p, a, self.acts.branch if l else None)
-        self.attention_forward(a.atty, a.lse, a.qkv)
-        self.after_attention(p, a)
-        self.end_of_mlp(p, a)
-
     def layer_backward(self, l):
-        p, _, a = self.layers[l]
-        self.before_attention(p, a, None)
-        self.after_attention(p, a)
+        self.again = True
+        super().layer_forward(l)  # not the gathering of --zero 1 in front of it
+        self.again = False
         super().layer_backward(l)
 
-    def before_attention(self, p, a, branch):
-        """Up to qkv. branch: what the layer before computed; None if x has it already."""
-        self.norm_into(a.residual, self.acts.residual[-1], branch, p.ln1w, p.ln1b, a.ln1,
-                       a.ln1_mean, a.ln1_rstd, a.ln1_inp)
-        self.device.matmul(a.qkv, a.ln1, p.qkvw.T, bias=p.qkvb)  # (N,C) @ (C,3C) -> (N,3C)
+    def attention_forward(self, *arrays):
+        if not self.again:
+            super().attention_forward(*arrays)
 
-    def after_attention(self, p, a):
-        """From atty to the MLP's hidden channels."""
-        matmul, branch = self.device.matmul, self.acts.branch
-        matmul(branch, a.atty, p.attprojw.T, bias=p.attprojb)  # (N,C) @ (C,C) -> (N,C)
-        self.norm_into(self.acts.residual[-1], a.residual, branch, p.ln2w, p.ln2b, a.ln2,
-                       a.ln2_mean, a.ln2_rstd, a.ln2_inp)
-        matmul(a.fch, a.ln2, p.fcw.T, bias=p.fcb, gelu=a.fch_gelu)  # (N,C) @ (C,4C) -> (N,4C)
+    def linear_forward(self, out, inp, y, **more):
+        if not (self.again and y.name == "fcproj"):
+            super().linear_forward(out, inp, y, **more)
 
-    def end_of_mlp(self, p, a):
-        """(N,4C) @ (4C,C) -> (N,C)"""
-        self.device.matmul(self.acts.branch, a.fch_gelu, p.fcprojw.T, bias=p.fcprojb)
+    def norm_forward(self, y, branch):
+        """As the model's, between two tensors: ln1 works on x before the layer, which has the sum
+        already if the layer comes again; ln2 leaves its sum in the last."""
+        if y.name == "lnf":
+            return super().norm_forward(y, branch)
+        before, last = self.acts.residual[y.l], self.acts.residual[-1]
+        if y.name == "ln1":
+            self.norm_into(before, last, None if self.again else branch, y)
+        else:
+            self.norm_into(last, before, branch, y)
 
-    def norm_into(self, x, before, branch, weight, bias, out, mean, rstd, copy):
-        """x = before + branch; with branch None, x stays. Then copy = x and out = layernorm(x)."""
-        self.device.launch("residual_layernorm_into", len(out), out, mean, rstd, copy, x, before,
-                           branch, weight, bias, len(out))
+    def norm_into(self, x, before, branch, y):
+        """x = before + branch; with branch None, x stays. Then inp = x and out = layernorm(x)."""
+        self.device.launch("residual_layernorm_into", len(y.out), y.out, y.mean, y.rstd, y.inp, x,
+                           before, branch, y.w, y.b, len(y.out))
 
 
 class LlamaLayers:
     """Level 2 for Llama 3."""
 
-    def before_attention(self, p, a, branch):
-        self.norm_into(a.residual, self.acts.residual[-1], branch, p.ln1w, a.ln1, a.ln1_rstd,
-                       a.ln1_inp)
-        self.device.matmul(a.qkv, a.ln1, p.qkvw.T)  # (N,C) @ (C,QKV) -> (N,QKV)
-        self.rope("rope_forward", a.qkv)
-
-    def after_attention(self, p, a):
-        branch = self.acts.branch
-        self.device.matmul(branch, a.atty, p.attprojw.T)  # (N,C) @ (C,C) -> (N,C)
-        self.norm_into(self.acts.residual[-1], a.residual, branch, p.ln2w, a.ln2, a.ln2_rstd,
-                       a.ln2_inp)
-        self.hidden_forward(p, a)  # (N,C) -> (N,H)
-
-    def end_of_mlp(self, p, a):
-        self.device.matmul(self.acts.branch, a.fch_swiglu, p.fcprojw.T)  # (N,H) @ (H,C) -> (N,C)
-
-    def norm_into(self, x, before, branch, weight, out, rstd, copy):
-        self.device.launch("residual_rmsnorm_into", len(out), out, rstd, copy, x, before, branch,
-                           weight, self.config.eps, len(out))
+    def norm_into(self, x, before, branch, y):
+        self.device.launch("residual_rmsnorm_into", len(y.out), y.out, y.rstd, y.inp, x, before,
+                           branch, y.w, self.config.eps, len(y.out))
 
 
 class RecomputeHint:

@@ -32,8 +32,6 @@ class GPT2(train_gpt2.GPT2):
     def __init__(self, config, device, B, T):
         self.check(config, device, B, T)
         super().__init__(config, device, B, T)
-        self.head = self.params.wte  # the weight that makes the logits
-        self.dhead = self.grads.wte
         self.padding = [*self.padding_of_gradients()]
 
     def padding_of_gradients(self):
@@ -52,20 +50,6 @@ class GPT2(train_gpt2.GPT2):
         """As the trainer's. A row may have fewer layers, used in turn."""
         return SimpleNamespace(**{row.name: getattr(views, row.name)[l % row.layers]
                                   for row in table if row.layers})
-
-    def head_forward(self, rows):
-        """As the trainer's, with a head that may have a weight of its own."""
-        logits = self.acts.logits[: rows.stop - rows.start]
-        self.device.matmul(logits, self.acts.lnf[rows], self.head.T)  # (rows,C) @ (C,Vp)
-        return logits
-
-    def head_backward(self, rows, dlogits):
-        """As the trainer's."""
-        matmul = self.device.matmul
-        adds = self.micro > 0 or rows.start > 0
-        dlnf = self.back.dinp[rows]
-        matmul(dlnf, dlogits, self.head)  # (rows,Vp) @ (Vp,C) -> (rows,C)
-        matmul(self.dhead, dlogits.T, self.acts.lnf[rows], accumulate=adds)  # -> (Vp,C)
 
     def set_parameters(self, tensors):
         self.set_tensors(tensors, self.master)

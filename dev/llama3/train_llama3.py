@@ -321,7 +321,7 @@ class Llama3(GPT2):
 
     def __init__(self, config, *args, **keywords):
         super().__init__(config, *args, **keywords)
-        self.head, self.dhead = self.params.lm_head, self.grads.lm_head
+        self.head = self.head._replace(w=self.params.lm_head, dw=self.grads.lm_head)
 
     def check(self, config, device, B, T):
         """Nothing to check: RoPE has positions for any T."""
@@ -340,71 +340,68 @@ class Llama3(GPT2):
     def layer_forward(self, l):
         """Layer l: x = x + attention(ln1(x)), then x = x + mlp(ln2(x)), which the next layer's ln1,
         or lnf, adds."""
-        p, _, a = self.layers[l]
-        matmul, branch = self.device.matmul, self.acts.branch
+        y, a = self.layers[l]
+        branch = self.acts.branch
         added = branch if l else None  # what the MLP of the layer before computed
-        self.norm_forward(a.ln1, a.ln1_rstd, a.ln1_inp, added, p.ln1w)  # (N,C)
-        matmul(a.qkv, a.ln1, p.qkvw.T)  # (N,C) @ (C,QKV) -> (N,QKV)
+        self.norm_forward(y.ln1, added)  # (N,C)
+        self.linear_forward(a.qkv, a.ln1, y.qkv)  # (N,C) -> (N,QKV)
         self.rope("rope_forward", a.qkv)  # queries and keys get their positions
         self.attention_forward(a.atty, a.lse, a.qkv)  # (N,QKV) -> (N,C)
-        matmul(branch, a.atty, p.attprojw.T)  # (N,C) @ (C,C) -> (N,C)
+        self.linear_forward(branch, a.atty, y.attproj)  # (N,C) -> (N,C)
 
-        self.norm_forward(a.ln2, a.ln2_rstd, a.ln2_inp, branch, p.ln2w)  # (N,C)
-        self.hidden_forward(p, a)  # (N,C) -> (N,H)
-        matmul(branch, a.fch_swiglu, p.fcprojw.T)  # (N,H) @ (H,C) -> (N,C)
+        self.norm_forward(y.ln2, branch)  # (N,C)
+        self.hidden_forward(y, a)  # (N,C) -> (N,H)
+        self.linear_forward(branch, a.fch_swiglu, y.fcproj)  # (N,H) -> (N,C)
 
-    def linear_backward(self, dinp, dweight, dout, inp, weight):
-        """As GPT2.linear_backward, without a bias: dweight (OC,C) = dout.T @ inp, and dinp (N,C) =
-        dout (N,OC) @ weight. dinp may be inp's memory."""
-        self.device.matmul(dweight, dout.T, inp, accumulate=self.micro > 0)
-        self.device.matmul(dinp, dout, weight)
+    def bias_backward(self, dout, y):
+        """There are no biases."""
 
-    def hidden_forward(self, p, a):
+    def hidden_forward(self, y, a):
         """The MLP's hidden channels, up * silu(gate)."""
         N, H = a.fch_swiglu.shape
-        self.device.matmul(a.fch, a.ln2, p.fcw.T)  # (N,C) @ (C,2H) -> (N,2H)
+        self.linear_forward(a.fch, a.ln2, y.fc)  # (N,C) -> (N,2H)
         self.device.launch("swiglu_forward", N * H, a.fch_swiglu, a.fch, N, H)  # -> (N,H)
 
-    def hidden_backward(self, p, g, a, dx):
+    def hidden_backward(self, y, a, dx):
         """The gradient of up and gate (N,2H), given dx (N,C), that of the MLP's output."""
         N, H = a.fch_swiglu.shape
         dswiglu = a.fch_swiglu  # read before it is written
-        self.linear_backward(dswiglu, g.fcprojw, dx, a.fch_swiglu, p.fcprojw)  # (N,C) -> (N,H)
+        self.linear_backward(dswiglu, dx, a.fch_swiglu, y.fcproj)  # (N,C) -> (N,H)
         dfch = a.fch  # becomes its own gradient: (N,H) -> (N,2H)
         self.device.launch("swiglu_backward", N * H, dfch, dswiglu, a.fch, N, H)
         return dfch
 
     def layer_backward(self, l):
         """layer_forward(l) from its last line to its first: see GPT2.layer_backward."""
-        p, g, a = self.layers[l]
-        d = self.back
-        dx = d.dresidual
-        dln2 = datty = dln1 = d.dinp  # one buffer in turn
-        dfch = self.hidden_backward(p, g, a, dx)  # (N,C) -> (N,2H)
-        self.linear_backward(dln2, g.fcw, dfch, a.ln2, p.fcw)  # (N,2H) -> (N,C)
-        self.norm_backward(dx, g.ln2w, dln2, a.ln2_inp, p.ln2w, a.ln2_rstd)
+        y, a = self.layers[l]
+        dx = self.back.dresidual
+        dqkv = self.back.dqkv
+        dln2 = datty = dln1 = self.back.dinp  # one buffer in turn
+        dfch = self.hidden_backward(y, a, dx)  # (N,C) -> (N,2H)
+        self.linear_backward(dln2, dfch, a.ln2, y.fc)  # (N,2H) -> (N,C)
+        self.norm_backward(dx, dln2, y.ln2)
 
-        self.linear_backward(datty, g.attprojw, dx, a.atty, p.attprojw)  # (N,C) -> (N,C)
-        self.attention_backward(d.dqkv, datty, a.atty, a.lse, a.qkv)  # (N,C) -> (N,QKV)
-        self.rope("rope_backward", d.dqkv)  # of queries and keys, in place
-        self.linear_backward(dln1, g.qkvw, d.dqkv, a.ln1, p.qkvw)  # (N,QKV) -> (N,C)
-        self.norm_backward(dx, g.ln1w, dln1, a.ln1_inp, p.ln1w, a.ln1_rstd)
+        self.linear_backward(datty, dx, a.atty, y.attproj)  # (N,C) -> (N,C)
+        self.attention_backward(dqkv, datty, a.atty, a.lse, a.qkv)  # (N,C) -> (N,QKV)
+        self.rope("rope_backward", dqkv)  # of queries and keys, in place
+        self.linear_backward(dln1, dqkv, a.ln1, y.qkv)  # (N,QKV) -> (N,C)
+        self.norm_backward(dx, dln1, y.ln1)
 
-    def norm_forward(self, out, rstd, copy, branch, weight):
-        """x += branch, unless that is None. Then copy = x and out = rmsnorm(x)."""
+    def norm_forward(self, y, branch):
+        """x += branch, unless that is None. Then inp = x and out = rmsnorm(x) of the norm y."""
         x = self.acts.residual
-        self.device.launch("residual_rmsnorm_forward", len(out), out, rstd, copy, x, branch, weight,
-                           self.config.eps, len(out))
+        N = len(y.out)
+        self.device.launch("residual_rmsnorm_forward", N, y.out, y.rstd, y.inp, x, branch, y.w,
+                           self.config.eps, N)
 
-    def norm_backward(self, dx, dweight, dout, inp, weight, rstd):
-        """Add the gradient of the norm's input to dx, given dout, that of its output. Makes
-        dweight."""
-        C, N, partials = self.config.C, len(inp), self.back.partials
+    def norm_backward(self, dx, dout, y):
+        """Add the gradient of the norm's input to dx, given dout, that of its output. Makes dw."""
+        N, C = y.inp.shape
+        partials = self.back.partials
         blocks, shared = rmsnorm_backward_launch(self.device, N)
-        self.device.launch("rmsnorm_backward", blocks, dx, partials, dout, inp, weight, rstd, N,
-                           shared=shared)
-        self.device.launch("add_partials", (C, 1), dweight, None, partials, blocks, C,
-                           self.micro > 0)
+        launch = self.device.launch
+        launch("rmsnorm_backward", blocks, dx, partials, dout, y.inp, y.w, y.rstd, N, shared=shared)
+        launch("add_partials", (C, 1), y.dw, None, partials, blocks, C, self.micro > 0)
 
     def attention_backward(self, dqkv, dout, out, lse, qkv):
         """As GPT2.attention_backward, with fewer heads of keys and values."""
@@ -441,16 +438,6 @@ class Llama3(GPT2):
             self.device.zero(self.grads.wte)
         self.device.launch("encoder_backward_wte", (B * T, C), self.grads.wte, self.back.dresidual,
                            b.tokens, b.order, b.runs, B * T, C)
-
-    def last_norm_forward(self):
-        a = self.acts
-        self.norm_forward(a.lnf, a.lnf_rstd, a.lnf_inp, a.branch, self.params.lnfw)
-
-    def last_norm_backward(self):
-        a = self.acts
-        self.device.zero(self.back.dresidual)
-        self.norm_backward(self.back.dresidual, self.grads.lnfw, self.back.dinp, a.lnf_inp,
-                           self.params.lnfw, a.lnf_rstd)
 
 
 def main(arguments=None):

@@ -108,15 +108,13 @@ def with_own_gelu(device):
 class SummedProducts:
     """A model on such a device: the product that computed dfch has summed it for its bias."""
 
-    def layer_backward(self, l):
+    def linear_backward(self, *arrays, **more):
         self.device.sums = getattr(self.back, "sums", None)  # not there with --dropout
-        super().layer_backward(l)
+        super().linear_backward(*arrays, **more)
 
-    def bias_backward(self, dbias, dout):
-        """As GPT2.bias_backward."""
-        if self.device.summed is not dout:
-            return super().bias_backward(dbias, dout)
-        return dbias, ceil_div(len(dout), LONG), dout.shape[1]
+    def sum_rows(self, dout):
+        """As FusedBiases.sum_rows."""
+        return ceil_div(len(dout), LONG) if self.device.summed is dout else super().sum_rows(dout)
 
 
 FEATURE = Feature(

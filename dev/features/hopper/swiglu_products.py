@@ -38,27 +38,27 @@ def multiply_dswiglu(device, dfch, dout, w, fch):
 class SwigluProducts:
     """A model whose products with SwiGLU that fit are multiplied by our kernels."""
 
-    def hidden_forward(self, p, a):
+    def hidden_forward(self, y, a):
         """As Llama3.hidden_forward."""
-        if self.device.hopper and fits(a.ln2, p.fcw, a.fch_swiglu, a.fch):
-            multiply_swiglu(self.device, a.fch, a.fch_swiglu, a.ln2, p.fcw)
+        if self.device.hopper and fits(a.ln2, y.fc.w, a.fch_swiglu, a.fch):
+            multiply_swiglu(self.device, a.fch, a.fch_swiglu, a.ln2, y.fc.w)
         else:
-            super().hidden_forward(p, a)
+            super().hidden_forward(y, a)
 
-    def hidden_backward(self, p, g, a, dx):
+    def hidden_backward(self, y, a, dx):
         """As Llama3.hidden_backward."""
-        if not (self.device.hopper and fits(dx, p.fcprojw, a.fch_swiglu, a.fch)):
-            return super().hidden_backward(p, g, a, dx)
+        if not (self.device.hopper and fits(dx, y.fcproj.w, a.fch_swiglu, a.fch)):
+            return super().hidden_backward(y, a, dx)
         dfch = a.fch  # becomes its own gradient
-        self.linear_backward(dfch, g.fcprojw, dx, a.fch_swiglu, p.fcprojw)  # (N,C) -> (N,2H)
+        self.linear_backward(dfch, dx, a.fch_swiglu, y.fcproj)  # (N,C) -> (N,2H)
         return dfch
 
-    def linear_backward(self, dinp, dweight, dout, inp, weight):
-        """As Llama3.linear_backward; twice as wide as the layer's input, dinp is fch."""
+    def linear_backward(self, dinp, dout, inp, y, **more):
+        """As GPT2.linear_backward; twice as wide as the layer's input, dinp is fch."""
         if dinp.shape == inp.shape:
-            return super().linear_backward(dinp, dweight, dout, inp, weight)
-        self.device.matmul(dweight, dout.T, inp, accumulate=self.micro > 0)
-        multiply_dswiglu(self.device, dinp, dout, weight, dinp)
+            return super().linear_backward(dinp, dout, inp, y, **more)
+        self.device.matmul(y.dw, dout.T, inp, accumulate=self.micro > 0)
+        multiply_dswiglu(self.device, dinp, dout, y.w, dinp)
 
 
 FEATURE = Feature(
