@@ -23,7 +23,7 @@ from dev.common.gpus import (
 from dev.common.nvrtc import compile_cuda
 from dev.features.devices import Cuda, FastCuda
 from dev.features.fit import Fitting
-from dev.features.fp8.fp8 import Fp8, Fp8Llama, Fp8Model
+from dev.features.fp8.fp8 import Fp8, Fp8Llama, Fp8Model, Fp8Products
 from dev.features.fp8.fp8_all import Fp8All
 from dev.features.fp8.fp8_all_llama import Fp8AllLlama
 from dev.features.fp8.fp8_head import Fp8Head
@@ -149,7 +149,7 @@ def launches_of(capability, dtype, c, arrays, Model=GPT2, B=16, T=1024, beside=(
         is_llama = issubclass(Model, Llama3)
         fused = [] if is_llama or issubclass(Model, FusedBiases) else [FusedBiases]
         layers = [*[Fp8Llama] * is_llama, Fp8Head, Fp8Model,
-                  Roomy, Fp8AllLlama if is_llama else Fp8All, *fused]
+                  Roomy, Fp8AllLlama if is_llama else Fp8All, Fp8Products, *fused]
         kinds = [Fp8, Noting]
     kind = type("Device", (*kinds,), dict(place=capability, arrays=arrays))
     if issubclass(Model, FusedBiases) and dtype != "fp8":

@@ -35,13 +35,13 @@ FEATURES = [
     hellaswag_score.FEATURE, overfit.FEATURE, fp8_head.FEATURE, fp8.FEATURE,
     config_file.FEATURE, loggers.FEATURE, json_log.FEATURE, best.FEATURE, outliers.FEATURE,
     masked.FEATURE, bf16_sums.FEATURE, zero.FEATURE, ranks.FEATURE, sample.CONTROLLED,
-    training.KEPT, training.RESUMED, first_run.INTERRUPTED, signals.FEATURE, tokenizer.FEATURE,
-    dropout.FEATURE, replay.FEATURE, ema.FEATURE, symmetric.FEATURE, muon.FEATURE, moments.FEATURE,
-    recompute.INSIDE, recompute.LAYERS, label_smoothing.FEATURE, recompute.HINT, fit.FEATURE,
-    first_run.FEATURE, own_sizes.FEATURE, fp8_gelu.FEATURE, fp8_all.FEATURE, fp8_all_llama.FEATURE,
-    relu_attention.FEATURE, schedule.FEATURE, shuffled_loader.FEATURE, late_reports.FEATURE,
-    attention_five.FEATURE, gelu_products.FEATURE, swiglu_products.FEATURE, fused_biases.FEATURE,
-    products.FEATURE, devices.NO_GRAPH, devices.CPU]
+    training.KEPT, training.RESUMED, signals.FEATURE, tokenizer.FEATURE, dropout.FEATURE,
+    replay.FEATURE, ema.FEATURE, symmetric.FEATURE, muon.FEATURE, moments.FEATURE, recompute.INSIDE,
+    recompute.LAYERS, label_smoothing.FEATURE, recompute.HINT, fit.FEATURE, first_run.FEATURE,
+    own_sizes.FEATURE, fp8_gelu.FEATURE, fp8_all.FEATURE, fp8_all_llama.FEATURE,
+    fp8.PRODUCTS, relu_attention.FEATURE, schedule.FEATURE, shuffled_loader.FEATURE,
+    late_reports.FEATURE, attention_five.FEATURE, gelu_products.FEATURE, swiglu_products.FEATURE,
+    fused_biases.FEATURE, products.FEATURE, devices.NO_GRAPH, devices.CPU]
 FLAGS = [flag for feature in FEATURES for flag in feature.flags]
 SOURCES = [*dict.fromkeys(path for feature in FEATURES for each in (feature, *feature.pairs)
                           for path in each.sources)]

@@ -185,13 +185,13 @@ def model_class(architecture, *given):
 
 
 def poisoned_model(device, B, T, kind="softmax", recompute=0, moments="fp32", fp8="layers",
-                   **sizes):
+                   dropout=0, **sizes):
     """A model with parameters of deviation 0.2, whose activations and gradients are NaN until they
     are computed. kind: of attention, which the device is compiled for."""
     c = device.architecture.Config(**{"maxT": T} | SMALL_MODEL[device.architecture] | sizes)
     device = for_attention(device, kind) if kind == "relu" else device
     Model = model_class(device.architecture, "--dtype", device.dtype, "--recompute", f"{recompute}",
-                        "--moments", moments, "--fp8", fp8)
+                        "--moments", moments, "--fp8", fp8, "--dropout", f"{dropout}")
     model = Model(c, device, B, T)
     poison(model, "activations", "backward", "gradients")
     values = np.random.default_rng(1).normal(0, 0.2, offsets(c.parameter_table())[-1] // 4).astype(

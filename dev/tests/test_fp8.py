@@ -14,7 +14,8 @@ import pytest
 from dev.bench import roundings
 from dev.common.bf16 import master_numbers, to_bf16
 from dev.common.config import Config, read_parameters
-from dev.features.devices import address_of, make_device
+from dev.features.devices import make_device
+from dev.features.dropout import SOURCE as DROPOUT
 from dev.features.fp8 import fp8
 from dev.features.fp8.fp8 import fp8_device
 from dev.features.seams import GPT2
@@ -397,32 +398,23 @@ def test_layers(device_name):
     model.set_batch(batch)
     place.begin_step()
     scales, seen = place.get(place.all_scales)[:, 1], {}
-    product = model.weight_gradient
+    product = model.weight_backward
 
-    def spy(dweight, weight, inp):
-        product(dweight, weight, inp)
-        name = next(row.name for row in fp8.fp8_rows(model.config)
-                    if weight is getattr(model.layers[l][0], row.name))
+    def spy(dout, inp, y):
+        product(dout, inp, y)
         twins_ = [place.get(x).view(ml_dtypes.float8_e4m3fn).astype(np.float64)[: len(x), :46]
-                  for x in (model.kept.gradient[: len(dweight)], inp)]
-        seen[name, l] = twins_[0] @ twins_[1].T, place.get(dweight), (
-            place.tensor(fp8.GRADIENT, weight), place.tensor(fp8.INPUT, weight))
+                  for x in (model.kept.gradient[: len(y.dw)], getattr(model.kept, y.name)[y.l])]
+        seen[y.name, y.l] = twins_[0] @ twins_[1].T, place.get(y.dw)
 
     model.forward_pass()
-    model.weight_gradient, backward = spy, model.layer_backward
-
-    def layer_backward(at):
-        nonlocal l
-        l = at
-        backward(at)
-
-    l, model.layer_backward = 0, layer_backward
+    model.weight_backward = spy
     model.backward_pass()
     check("products", len(seen) == 8, [*seen])
-    for (name, at), (wish, found, tensors) in seen.items():
-        for kind, number in tensors:
-            wish = wish / scales[kind * place.count + number]
-        yield f"d{name} {at}", found, wish, 1e-5 if device_name != "cuda" else 2e-3
+    order = [row.name for row in fp8.fp8_rows(model.config)]
+    for (name, l), (wish, found) in seen.items():
+        i = order.index(f"{name}w") * model.config.L + l
+        wish = wish / scales[fp8.GRADIENT * place.count + i] / scales[fp8.INPUT * place.count + i]
+        yield f"d{name} {l}", found, wish, 1e-5 if device_name != "cuda" else 2e-3
 
 
 def test_layers_of_llama(device_name):
@@ -438,35 +430,37 @@ def test_layers_of_llama(device_name):
         steps_of(model, 2, 2)
         scales, seen, product = place.get(place.all_scales)[:, 1], [], model.linear_backward
         in_fp8, largest = 2 * T % fp8.WHOLE == 0, {}
+        order = [row.name for row in fp8.fp8_rows(model.config)]
 
-        def spy(dinp, dweight, dout, inp, weight, model=model, place=place, scales=scales,
-                in_fp8=in_fp8, product=product, seen=seen, largest=largest):
-            of_dout, of_inp = (place.tensor(kind, weight) for kind in (fp8.GRADIENT, fp8.INPUT))
-            x, before = to_float(place.get(inp)), place.get(dweight).copy()
-            scale = [scales[kind * place.count + n] for kind, n in (of_dout, of_inp)]
-            ready = place.ready == (address_of(dout), of_dout)
+        def spy(dinp, dout, inp, y, model=model, place=place, scales=scales, in_fp8=in_fp8,
+                product=product, seen=seen, largest=largest, order=order):
+            of_dout, of_inp = (
+                kind * place.count + order.index(f"{y.name}w") * model.config.L + y.l
+                for kind in (fp8.GRADIENT, fp8.INPUT))
+            x, before = to_float(place.get(inp)), place.get(y.dw).copy()
+            scale = scales[of_dout], scales[of_inp]
+            ready = place.ready[0] is dout and place.ready[1] == (fp8.GRADIENT, y.name, y.l)
             dy = to_float(place.get(dout)).astype(np.float64)
             twin = place.get(place.twin[: dout.size].reshape(dout.shape)).view(
                 ml_dtypes.float8_e4m3fn).astype(np.float64) / float(scale[0])
             if ready:
                 stored = np.linalg.norm(twin - dy) < 0.1 * np.linalg.norm(dy)
-                wish = not in_fp8 or weight.shape != model.layers[0][0].fcw.shape
-                check("dout is stored in bf16", stored == wish, (weight.shape, stored))
+                wish = not in_fp8 or y.name != "fc"
+                check("dout is stored in bf16", stored == wish, (y.name, stored))
             for tensor, values in ((of_dout, twin if ready else dy), (of_inp, x)):
                 largest[tensor] = max(largest.get(tensor, 0), abs(values).max())
             if in_fp8:
                 dy = twin if ready else in_8_bits(dy, scale[0])
                 x = in_8_bits(x, scale[1])
-            product(dinp, dweight, dout, inp, weight)
+            product(dinp, dout, inp, y)
             wish = dy.T @ x.astype(np.float64) + (before if model.micro else 0)
-            seen.append((place.get(dweight), wish, ready))
+            seen.append((place.get(y.dw), wish, ready))
 
         model.linear_backward = spy
         steps_of(model, 1, 2)
         after = place.get(place.all_scales)[:, 1]
-        for (kind, n), size in largest.items():
-            found = after[kind * place.count + n]
-            yield f"{T=} the next scale of {kind} {n}", found, 224 / size, 0.07
+        for n, size in largest.items():
+            yield f"{T=} the next scale of {n}", after[n], 224 / size, 0.07
         check(f"{T=} {recompute=}: products", len(seen) == 16, len(seen))
         check(f"{T=} {recompute=}: twins that kernels have left", any(ready for *_, ready in seen))
         for n, (found, wish, _) in enumerate(seen):
@@ -515,45 +509,39 @@ def steps_of(model, count, micros=1):
 def test_twins(device_name):
     """A kernel that stores a twin beside its output stores the right one. So if all these twins are
     forgotten and made again, the products are the same, bit for bit, also in layers that recompute
-    norms and GELUs."""
+    norms and GELUs, or whose products read a dropped copy."""
     # casts: how many twins in a layer no kernel leaves for the product that reads them. Llama's
     # rope changes dqkv in place, and when a layer is recomputed, the twins of dx and atty are gone
-    # by the time they are needed.
-    for architecture, recompute, level, casts in (
-            (GPT2, 0, "layers", 0), (GPT2, 1, "layers", 0), (GPT2, 2, "head", 2),
-            (Llama3, 0, "head", 1), (Llama3, 2, "layers", 3)):
+    # by the time they are needed. Dropped dx has no twin.
+    for architecture, recompute, level, dropout, casts in (
+            (GPT2, 0, "layers", 0, 0), (GPT2, 1, "layers", 0, 0), (GPT2, 2, "head", 0, 2),
+            (GPT2, 0, "head", 0.5, 2), (Llama3, 0, "head", 0, 1), (Llama3, 2, "layers", 0, 3)):
         results = []
         for told in (True, False):
-            beside = [RECOMPUTE] if architecture is GPT2 else [RECOMPUTE, RECOMPUTE_LLAMA]
+            beside = [RECOMPUTE, DROPOUT if architecture is GPT2 else RECOMPUTE_LLAMA]
             place = fp8_device(device_name,
                                architecture.Config(**SMALL_MODEL[architecture] | dict(C=64, NH=2)),
                                graph=False, beside=beside)  # so that each launch is counted
             place.architecture = architecture
             # Any number of rows.
-            model = poisoned_model(place, 2, 23, recompute=recompute, fp8=level, C=64, NH=2)
+            model = poisoned_model(place, 2, 23, recompute=recompute, fp8=level,
+                                   dropout=dropout, C=64, NH=2)
             losses = []
             for _ in range(3):
                 if not told:
-                    place.readers = Forgetful()
+                    place.read_by = lambda *tensor: contextlib.nullcontext()
                 below = type(place).__mro__[1 + type(place).__mro__.index(fp8.Fp8)]
                 with mock.patch.object(below, "launch", autospec=True,
                                        side_effect=below.launch) as watched:
                     losses += steps_of(model, 1, 2)
                 made = sum(call.args[1] == "to_fp8" for call in watched.mock_calls)
             results.append((losses, master_numbers(model), made))
-        name = f"{architecture.__name__} {recompute=}"
+        name = f"{architecture.__name__} {recompute=} {dropout=}"
         yield f"{name}: losses", np.array(results[0][0]), results[1][0], EXACT
         yield f"{name}: parameters", results[0][1], results[1][1], EXACT
         wish = casts * 2 * 2  # for two micro-batches and two layers
         check(f"{name}: casts", results[0][2] == wish,
               f"{results[0][2]}, expected {wish}; without {results[1][2]}")
-
-
-class Forgetful(dict):
-    """A dict that stays empty."""
-
-    def __setitem__(self, key, value):
-        pass
 
 
 def test_products(device_name):
@@ -569,15 +557,15 @@ def test_products(device_name):
     model.set_batch(batch)
     place.begin_step()
     model.forward_pass()
-    a, p, l = model.layers[1][2], model.layers[1][0], 1
+    (y, a), l = model.layers[1], 1
     order = [row.name for row in fp8.fp8_rows(model.config)]
-    for weight, bias, inp, out in (("qkvw", "qkvb", "ln1", "qkv"), ("fcw", "fcb", "ln2", "fch")):
-        i = order.index(weight) * model.config.L + l
-        x, w = to_float(place.get(getattr(a, inp))), to_float(place.get(getattr(p, weight)))
+    for of, inp, out in ((y.qkv, a.ln1, "qkv"), (y.fc, a.ln2, "fch")):
+        i = order.index(f"{of.name}w") * model.config.L + l
+        x, w = to_float(place.get(inp)), to_float(place.get(of.w))
         scale_x, scale_w = before[V.INPUT * n + i], before[V.WEIGHT * n + i]
         eight = [in_8_bits(values, scale) for values, scale in ((x, scale_x), (w, scale_w))]
         yield (f"{out}", place.get(getattr(a, out)),
-               eight[0] @ eight[1].T + to_float(place.get(getattr(p, bias))), 3e-3)
+               eight[0] @ eight[1].T + to_float(place.get(of.b)), 3e-3)
     largest = lambda array: abs(to_float(place.get(array))).max()
     inputs = largest(a.ln2), largest(a.fch_gelu)
     model.backward_pass()
@@ -587,7 +575,7 @@ def test_products(device_name):
     eight = [in_8_bits(values, scale) for values, scale in ((dqkv, scale_d), (w, scale_w))]
     yield "dln1", place.get(model.back.dinp), eight[0] @ eight[1], 3e-3
     # Layer 0; fch_gelu is dfch now.
-    gradients_ = largest(model.back.dqkv), largest(model.layers[0][2].fch_gelu)
+    gradients_ = largest(model.back.dqkv), largest(model.layers[0][1].fch_gelu)
     place.end_step()
     after = place.get(place.all_scales)[:, 1]
     for weight, kind, l, size in (("fcw", V.INPUT, 1, inputs[0]),

@@ -29,9 +29,11 @@ gains less than rounding to 8 bits loses (see dev/RESULTS.md). So only sums are 
 long, or that a few large terms dominate: fp8_head.py and fp8_all.py say which. A CPU's sums are
 fp32.
 
-The model says which product reads what a kernel writes (READERS), and when a step begins and ends.
-The device's methods do the rest: launch has the kernel store the twin, and matmul multiplies twins.
+A tensor is known by the linear layer whose product reads it: (INPUT or GRADIENT, the layer's name,
+l). The model says which tensor a kernel writes (read_by); then the device has the kernel store the
+twin. Where the product comes, the model asks the device for its factors.
 """
+import contextlib
 import ctypes
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,7 +45,7 @@ from dev.features.declare import Feature, Flag, Pair, numbers, stack
 from dev.features.devices import Cuda, FastCuda, WithoutGraphs, address_of, device_class
 from dev.features.fused_biases import kernels_with_output, output_switches
 from prepro_tinyshakespeare import UserError
-from train_gpt2 import EPILOGUES, Row, carve, pointer, stride_of
+from train_gpt2 import EPILOGUES, Row, carve, pointer
 
 SOURCE = Path(__file__).resolve().with_name("fp8.cu")
 SUMS = fused_biases.SOURCE
@@ -108,12 +110,12 @@ class Fp8:
     MINIMUM = Cuda.MINIMUM | {"fp8": 89}
     column_sums = None  # where the next kernels leave sums of columns: see fused_biases.py
     promote = False  # whether the sums of this product are promoted to fp32 on their way
+    reader = None  # the tensor that kernels write now, or None
 
     def __init__(self, dtype, c, beside=()):
-        self.weights = {}  # {address of a weight: its twins and its number}
-        self.readers = {}  # {(address, in the backward pass?): the tensor that kernels write there}
-        self.twins_only = set()  # addresses of arrays of which only FP8 products read anything
-        self.ready = None  # (address, tensor) whose twin is in the buffer
+        self.weights = {}  # {(name, l) of a linear layer: its weight's twins, and its number}
+        self.twins_only = set()  # (kind, name) of tensors that only FP8 products read
+        self.ready = None, None, None  # the last array that got a twin, its tensor, the twin
         self.calibrated = False  # whether each tensor has a scale
         super().__init__(dtype, c, beside)
         self.outputs = kernels_with_output([*c.SOURCES, *beside])
@@ -128,16 +130,17 @@ class Fp8:
         self.all_scales, self.twin, self.verdict = views.scales, views.twin, model.adam.verdict
         self.weights, self.whole = {}, []
         for row in rows:
-            whole = model.head if row.name == "head" else getattr(model.params, row.name)
+            whole = model.head.w if row.name == "head" else getattr(model.params, row.name)
             whole = whole.reshape(-1, *row.shape)
             twins = [getattr(views, row.name + end, None) for end in ("", "_transposed")]
             self.whole.append((whole, *twins, n))
             for l in range(len(whole)):
-                self.weights[address_of(whole[l])] = SimpleNamespace(
+                of = row.name.removesuffix("w"), l if row.layers else c.L
+                self.weights[of] = SimpleNamespace(
                     twins=[twin if twin is None else twin[l] for twin in twins], number=n + l)
             n += len(whole)
         self.count = n  # the number of tensors of each kind
-        self.readers, self.ready, self.calibrated = {}, None, False
+        self.twins_only, self.calibrated = set(), False
         self.set_scales(np.ones(3 * n))
 
     # ---- Scales
@@ -161,9 +164,9 @@ class Fp8:
             self.set_scales(scales)
         self.cast_weights(rescale=not self.calibrated)
 
-    def scale(self, kind, number):
-        """The scale, (4,), of the tensor of this kind that belongs to a weight."""
-        return self.all_scales[kind * self.count + number]
+    def scale(self, kind, name, l):
+        """The scale, (4,), of a tensor, or of a linear layer's WEIGHT."""
+        return self.all_scales[kind * self.count + self.weights[name, l].number]
 
     def next_scales(self, scales, forget=False):
         """Set scales from the largest magnitudes, and forget those; or only forget them."""
@@ -194,7 +197,7 @@ class Fp8:
 
     def begin_step(self):
         """Forget what validations have left behind."""
-        self.ready = None
+        self.ready = None, None, None
         self.next_scales(self.all_scales[: WEIGHT * self.count], forget=True)
 
     def end_step(self):
@@ -202,34 +205,31 @@ class Fp8:
         self.next_scales(self.all_scales)
         self.cast_weights()
 
-    # ---- Launches and products. A tensor is (kind, number of its weight).
+    # ---- Launches and products
 
-    def read_by(self, array, backward, tensor):
-        """From now on, what kernels of this pass write to an array is this tensor, which a product
-        reads; or None."""
-        self.readers[address_of(array), backward] = tensor
-
-    def tensor(self, kind, weight):
-        """The tensor of this kind at a weight; None if its products are in bf16."""
-        found = self.weights.get(address_of(weight))
-        return (kind, found.number) if found else None
+    @contextlib.contextmanager
+    def read_by(self, *tensor):
+        """Inside, kernels write this tensor, unless its product is in bf16, or there is none."""
+        before, self.reader = self.reader, tensor if tensor[1:] in self.weights else None
+        try:
+            yield
+        finally:
+            self.reader = before
 
     def launch(self, name, items, *args, **more):
         """As Cuda.launch. If a product reads what the kernel writes, its first argument, the kernel
         stores the twin too."""
-        self.written(args[0])
         if name in self.outputs:
-            at = address_of(args[0])
-            tensor = self.readers.get((at, "backward" in name))
-            self.ready = (at, tensor) if tensor else self.ready
-            args = self.with_twin(args[0], tensor), *args[1:]
+            if self.reader:
+                self.stored(args[0])
+            args = self.with_twin(args[0]), *args[1:]
         super().launch(name, items, *args, **more)
 
-    def with_twin(self, out, tensor):
+    def with_twin(self, out):
         """The struct Output of an array, 48 bytes by value: four pointers, and the kernel's
         notes."""
-        struct = np.zeros(6, np.uint64)
-        if not (tensor and self.calibrated and address_of(out) in self.twins_only):
+        struct, tensor = np.zeros(6, np.uint64), self.reader
+        if not (tensor and self.calibrated and tensor[:2] in self.twins_only):
             struct[0] = address_of(out)
         if tensor:
             struct[1:3] = address_of(self.twin), address_of(self.scale(*tensor))
@@ -237,50 +237,48 @@ class Fp8:
             struct[3] = address_of(self.column_sums)
         return struct.view("V48")
 
-    def launch_both(self, name, out, tensor, across, args):
+    def launch_both(self, name, out, across, args):
         """Launch a kernel that makes the twin of out (N,C), plain and transposed, and not out."""
         (N, C), stride = out.shape, across.shape[1]
-        self.launch(name, tiles(stride, C), self.twin, across, self.scale(*tensor), *args, N, C,
-                    stride)
-        self.ready = address_of(out), tensor
+        self.launch(name, tiles(stride, C), self.twin, across, self.scale(*self.reader), *args, N,
+                    C, stride)
+        self.stored(out)
 
-    def zero(self, array):
-        self.written(array)
-        super().zero(array)
+    def stored(self, array, twin=None, tensor=None):
+        """Kernels have stored the twin of an array: in the buffer, if not given; of this tensor, or
+        the one that is written now. Returns the twin."""
+        twin = self.twin[: array.size].reshape(array.shape) if twin is None else twin
+        self.ready = array, tensor or self.reader, twin
+        return twin
 
-    def written(self, array):
-        """An array is overwritten, so it has no twin any more."""
-        if self.ready and self.ready[0] == address_of(array):
-            self.ready = None
-
-    def twin_of(self, array, tensor):
+    def twin_of(self, array, *tensor):
         """The twin of an array, made now unless the kernel that wrote the array has stored it."""
-        at = address_of(array), tensor
-        if self.ready != at:
-            assert not (self.calibrated and at[0] in self.twins_only), "its twin was overwritten"
-            super().launch("to_fp8", array.size, array, array.size, self.twin, self.scale(*tensor))
-            self.ready = at
-        return self.twin[: array.size].reshape(array.shape)
+        of, found, twin = self.ready
+        if of is array and found == tensor:
+            return twin
+        assert not (self.calibrated and tensor[:2] in self.twins_only), "its twin was overwritten"
+        super().launch("to_fp8", array.size, array, array.size, self.twin, self.scale(*tensor))
+        return self.stored(array, tensor=tensor)
+
+    def factors(self, kind, array, y):
+        """(left, right, their scales) of a product of the linear layer y: of an INPUT with w.T, or
+        of a GRADIENT with w. Twins, or without scales what they are of."""
+        weight = self.weights.get((y.name, y.l))
+        twin = weight and self.twin_of(array, kind, y.name, y.l)  # notes the largest magnitude, too
+        if not (weight and self.calibrated):
+            return array, (y.w.T, y.w)[kind], None
+        return twin, weight.twins[kind].T, [self.scale(x, y.name, y.l) for x in (kind, WEIGHT)]
 
     def matmul(self, out, a, b, bias=None, accumulate=False, gelu=None, dgelu_at=None, scales=None,
                promote=False):
         """As Cuda.matmul. scales: those of a and b, if these are twins. promote: their sums, to
         fp32 on their way."""
-        self.promote = promote
-        weight = None if scales else self.weights.get(address_of(b))
-        if weight:
-            backward = not stride_of(b)[0]  # b is w, and not w.T
-            tensor = GRADIENT if backward else INPUT, weight.number
-            twin = self.twin_of(a, tensor)
-            if self.calibrated:
-                a, b = twin, weight.twins[backward].T
-                scales = self.scale(*tensor), self.scale(WEIGHT, weight.number)
-        self.written(out)
-        if scales:
-            self.multiply_twins(out, a, b, [scale[:1] for scale in scales], bias, accumulate)
-            self.gelu_of_product(out, gelu, dgelu_at)
-        else:
+        if scales is None:
             super().matmul(out, a, b, bias, accumulate, gelu, dgelu_at)
+            return
+        self.promote = promote
+        self.multiply_twins(out, a, b, [scale[:1] for scale in scales], bias, accumulate)
+        self.gelu_of_product(out, gelu, dgelu_at)
 
 
 class Fp8OnGpu(Fp8):
@@ -336,14 +334,14 @@ WITHOUT_PLAIN = ("--dtype fp8 --plain 1: FP8 is there for speed alone: expected 
 # ---- The model and the training
 
 
+# {a norm: the linear layer that reads its output}
+READERS = {"ln1": "qkv", "ln2": "fc", "lnf": "head"}
+
+
 class Fp8Model:
-    """A model on such a device."""
-    # What kernels write, by its name in the tables, and the weight of the product that reads it; in
-    # the forward pass (False) and in the backward pass. There fch_gelu's memory has the gradient of
-    # fch. norm_backward, below, adds the stream's gradient.
-    READERS = {False: dict(ln1="qkvw", atty="attprojw", ln2="fcw", fch_gelu="fcprojw"),
-               True: dict(dqkv="qkvw", fch_gelu="fcw")}
-    HIDDEN = "fch_gelu"
+    """A model on such a device: which tensors its kernels write."""
+    of_dqkv = "qkv"  # the linear layer that reads dqkv as attention's kernels leave it
+    l = of_hidden = None  # the layer at hand, and the linear layer that reads GELU's output
 
     @classmethod
     def weights_in_fp8(cls, c):
@@ -364,38 +362,38 @@ class Fp8Model:
         self.device.cast_weights(rescale=True)
 
     def layer_forward(self, l):
-        self.in_layer(l)
+        self.l, self.of_hidden = l, "fcproj"
         super().layer_forward(l)
 
     def layer_backward(self, l):
-        self.in_layer(l)
-        # --recompute makes these again, but does not repeat the product that read them
-        self.device.read_by(getattr(self.layers[l][2], self.HIDDEN), False, None)
+        self.l, self.of_hidden = l, None  # --recompute does not repeat fcproj's product
         super().layer_backward(l)
 
-    def in_layer(self, l):
-        """Tell the device which products of layer l read what kernels write."""
-        self.layer, (p, _, a) = l, self.layers[l]
-        for backward, kind in ((False, INPUT), (True, GRADIENT)):
-            for name, weight in self.READERS[backward].items():
-                array = getattr(a, name) if hasattr(a, name) else getattr(self.back, name)
-                tensor = self.device.tensor(kind, getattr(p, weight))
-                self.device.read_by(array, backward, tensor)
+    def norm_forward(self, y, branch):
+        with self.device.read_by(INPUT, READERS[y.name], y.l):
+            super().norm_forward(y, branch)
 
-    def last_norm_backward(self):
-        self.layer = self.config.L
-        super().last_norm_backward()
+    def linear_forward(self, out, inp, y, **more):
+        with self.device.read_by(INPUT, self.of_hidden, y.l):  # GELU's output
+            super().linear_forward(out, inp, y, **more)
 
-    def norm_backward(self, dx, dweight, *more):
+    def attention_forward(self, *arrays):
+        with self.device.read_by(INPUT, "attproj", self.l):
+            super().attention_forward(*arrays)
+
+    def attention_backward(self, *arrays):
+        with self.device.read_by(GRADIENT, self.of_dqkv, self.l):
+            super().attention_backward(*arrays)
+
+    def linear_backward(self, dinp, dout, inp, y, **more):
+        with self.device.read_by(GRADIENT, "fc", y.l):  # the gradient of GELU's input
+            super().linear_backward(dinp, dout, inp, y, **more)
+
+    def norm_backward(self, dx, dout, y):
         """The stream's gradient dx goes on to the product whose output the norm has added to x."""
-        l, reader = self.layer, None
-        if l < self.config.L and dweight is self.layers[l][1].ln2w:
-            reader = self.layers[l][0].attprojw
-        elif l > 0:
-            reader = self.layers[l - 1][0].fcprojw
-        tensor = None if reader is None else self.device.tensor(GRADIENT, reader)
-        self.device.read_by(dx, True, tensor)
-        super().norm_backward(dx, dweight, *more)
+        reader = ("attproj", y.l) if y.name == "ln2" else ("fcproj", y.l - 1)
+        with self.device.read_by(GRADIENT, *reader):
+            super().norm_backward(dx, dout, y)
 
     def train_step(self, *batches, **adamw):
         self.begin_step(batches)
@@ -427,12 +425,37 @@ class Fp8Model:
         self.device.end_step()
 
 
+class Fp8Products:
+    """The products of such a model. They stand below features that skip some, or hand on another
+    array."""
+
+    def linear_forward(self, out, inp, y, gelu=None):
+        left, right, scales = self.device.factors(INPUT, inp, y)
+        self.device.matmul(out, left, right, bias=y.b, gelu=gelu, scales=scales)
+
+    def linear_backward(self, dinp, dout, inp, y, dgelu_at=None):
+        self.bias_backward(dout, y)
+        self.weight_backward(dout, inp, y)
+        left, right, scales = self.device.factors(GRADIENT, dout, y)
+        self.device.matmul(dinp, left, right, dgelu_at=dgelu_at, scales=scales)
+
+    def weight_backward(self, dout, inp, y):
+        """dw = dout.T @ inp, or += in later micro-batches."""
+        self.device.matmul(y.dw, dout.T, inp, accumulate=self.micro > 0)
+
+
 class Fp8Llama:
     """Llama 3 on such a device. rope_backward changes dqkv, which so gets its twin when its product
     comes."""
-    READERS = {False: dict(ln1="qkvw", atty="attprojw", ln2="fcw", fch_swiglu="fcprojw"),
-               True: dict(fch="fcw")}
-    HIDDEN = "fch_swiglu"
+    of_dqkv = None
+
+    def hidden_forward(self, y, a):
+        with self.device.read_by(INPUT, self.of_hidden, self.l):
+            super().hidden_forward(y, a)
+
+    def hidden_backward(self, y, a, dx):
+        with self.device.read_by(GRADIENT, "fc", self.l):
+            return super().hidden_backward(y, a, dx)
 
 
 class Fp8Training:
@@ -489,6 +512,7 @@ def refused(flags):
     return WITHOUT_PLAIN if flags.dtype == "fp8" and flags.plain else ""
 
 
+PRODUCTS = Feature("fp8 products", lambda flags, ranks: flags.dtype == "fp8", Fp8Products)
 FEATURE = Feature(
     "fp8", lambda flags, ranks: flags.dtype == "fp8", Fp8Model, Fp8Training,
     lambda flags: Fp8OnGpu if flags.device == "cuda" else Fp8OnCpu, sources=(SUMS, SOURCE), flags=(

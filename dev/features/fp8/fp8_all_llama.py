@@ -12,9 +12,8 @@ in bf16, as with --fp8 head.
 import numpy as np
 
 from dev.features.declare import Feature
-from dev.features.devices import address_of
 from dev.features.fp8.fp8 import GRADIENT, INPUT, WHOLE, padded, tiles, transposed
-from dev.features.fp8.fp8_all import LONG_SUM
+from dev.features.fp8.fp8_all import multiply_transposed
 from train_gpt2 import Row, carve
 
 
@@ -36,25 +35,18 @@ class Fp8AllLlama:
     def set_batch(self, batch):
         super().set_batch(batch)
         B, T = self.BT
-        self.device.twins_only = {address_of(a.fch) for p, _, a in self.layers
-                                  if B * T % WHOLE == 0 and self.has_twins(p.fcw)}
+        self.device.twins_only = set() if B * T % WHOLE else {(GRADIENT, "fc")}
 
-    def has_twins(self, weight):
-        return address_of(weight) in self.device.weights
-
-    def linear_backward(self, dinp, dweight, dout, inp, weight):
-        """As Llama3.linear_backward."""
-        device, (N, C) = self.device, inp.shape
-        if N % WHOLE or not (device.calibrated and self.has_twins(weight)):
-            return super().linear_backward(dinp, dweight, dout, inp, weight)
-        of_dout, of_inp = (device.tensor(kind, weight) for kind in (GRADIENT, INPUT))
-        across = transposed(device, self.turned.gradient, device.twin_of(dout, of_dout))
+    def weight_backward(self, dout, inp, y):
+        """As Fp8Products.weight_backward."""
+        device, (N, C), name = self.device, inp.shape, (y.name, y.l)
+        if N % WHOLE or not (device.calibrated and name in device.weights):
+            return super().weight_backward(dout, inp, y)
+        across = transposed(device, self.turned.gradient, device.twin_of(dout, GRADIENT, *name))
         turned = self.turned.inp.reshape(-1)[: C * N].reshape(C, N)
-        scales = device.scale(*of_dout), device.scale(*of_inp)
-        device.launch("weights_to_fp8", tiles(N, C), turned, None, inp, scales[1], N, C)
-        device.matmul(dweight, across, turned.T, accumulate=self.micro > 0, scales=scales,
-                      promote=N >= LONG_SUM)
-        device.matmul(dinp, dout, weight)
+        device.launch("weights_to_fp8", tiles(N, C), turned, None, inp, device.scale(INPUT, *name),
+                      N, C)
+        multiply_transposed(self, y, across, turned)
 
 
 FEATURE = Feature(

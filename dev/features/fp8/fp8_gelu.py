@@ -21,8 +21,7 @@ import numpy as np
 
 from dev.common import gpus
 from dev.features.declare import Feature, is_fast
-from dev.features.devices import address_of
-from dev.features.fp8.fp8 import GRADIENT, INPUT, WEIGHT
+from dev.features.fp8.fp8 import GRADIENT, INPUT
 from dev.features.hopper.gelu_products import SOURCES as BESIDE
 from prepro_tinyshakespeare import UserError
 from train_gpt2 import address, aligned_bytes, pointer
@@ -87,61 +86,42 @@ class PairedMaps:
         return self.maps[key].view("V128")
 
 
+def bytes_in(array):
+    """Memory for a byte of each number of an array, which only a run's first step has in bf16."""
+    return array.reshape(-1).view(np.uint8)[: array.size].reshape(array.shape)
+
+
 class GeluTwins:
-    """GPT-2 on such a device, in front of Fp8All. Twins of (N,4C) arrays stand in fch_gelu's
-    memory, while the buffer has the twin of the product's other side."""
+    """GPT-2 on such a device, in front of Fp8All. Twins of (N,4C) arrays are in fch_gelu's memory,
+    since the buffer has the twin of the product's other side; GELU's derivative is in fch's."""
 
-    def fits(self, a):
-        return self.device.hopper and fits(*a.fch.shape, a.ln2.shape[1])
+    def fits(self, wide, narrow):
+        """Whether the kernels can make an array (N,4C), given one (N,C)."""
+        return self.device.hopper and self.device.calibrated and fits(*wide.shape, narrow.shape[1])
 
-    def mlp_forward(self, a, p, kept):
-        """As Fp8All.mlp_forward."""
-        if not self.fits(a):
-            return super().mlp_forward(a, p, kept)
-        device = self.device
-        inp = device.twin_of(a.ln2, device.tensor(INPUT, p.fcw))
-        twin = self.hidden_twin(a)
-        multiply(device, "matmul_gelu_fp8", (twin, kept.fch_gelu),
-                 device.scale(*device.tensor(INPUT, p.fcprojw)), (self.slopes(a), p.fcb),
-                 (inp, self.weight_twin(p.fcw, False)), self.scales(INPUT, p.fcw))
-        device.matmul(self.acts.branch, twin, self.weight_twin(p.fcprojw, False).T, bias=p.fcprojb,
-                      scales=self.scales(INPUT, p.fcprojw))  # (N,4C) @ (4C,C) -> (N,C)
+    def linear_forward(self, out, inp, y, gelu=None):
+        """As Fp8All.linear_forward."""
+        if gelu is None or not self.fits(out, inp):
+            return super().linear_forward(out, inp, y, gelu=gelu)
+        self.make_twins("matmul_gelu_fp8", gelu, self.kept.fcproj[y.l], (bytes_in(out), y.b),
+                        INPUT, inp, y)
 
-    def mlp_backward(self, p, g, a, kept):
-        """As Fp8All.mlp_backward."""
-        if not self.fits(a):
-            return super().mlp_backward(p, g, a, kept)
-        device, d = self.device, self.back
-        self.transpose_gradient(d.dresidual, p.fcprojw)
-        self.weight_gradient(g.fcprojw, p.fcprojw, kept.fch_gelu)  # (C,N) @ (N,4C) -> (C,4C)
-        dout = device.twin_of(d.dresidual, device.tensor(GRADIENT, p.fcprojw))
-        twin = self.hidden_twin(a)
-        multiply(device, "matmul_dgelu_fp8", (twin, self.kept.gradient),
-                 device.scale(*device.tensor(GRADIENT, p.fcw)), (d.sums, self.slopes(a)),
-                 (dout, self.weight_twin(p.fcprojw, True)), self.scales(GRADIENT, p.fcprojw))
-        self.weight_gradient(g.fcw, p.fcw, kept.ln2)  # (4C,N) @ (N,C) -> (4C,C)
-        device.matmul(d.dinp, twin, self.weight_twin(p.fcw, True).T,
-                      scales=self.scales(GRADIENT, p.fcw))  # dln2: (N,4C) @ (4C,C) -> (N,C)
-        return g.fcb, len(twin) // HEIGHT, g.fcb.size
+    def linear_backward(self, dinp, dout, inp, y, dgelu_at=None):
+        """As Fp8All.linear_backward."""
+        if dgelu_at is None or not self.fits(dinp, dout):
+            return super().linear_backward(dinp, dout, inp, y, dgelu_at=dgelu_at)
+        self.bias_backward(dout, y)
+        self.weight_backward(dout, inp, y)
+        self.make_twins("matmul_dgelu_fp8", dinp, self.kept.gradient,
+                        (self.back.sums, bytes_in(dgelu_at)), GRADIENT, dout, y)
 
-    def hidden_twin(self, a):
-        """Memory for a twin (N,4C): only a run's first step has fch_gelu in bf16."""
-        N, OC = a.fch_gelu.shape
-        return a.fch_gelu.reshape(-1).view(np.uint8)[: N * OC].reshape(N, OC)
-
-    def slopes(self, a):
-        """Memory for GELU's derivative (N,4C), in bytes: that of fch, which only a run's first step
-        has."""
-        return a.fch.reshape(-1).view(np.uint8)[: a.fch.size]
-
-    def weight_twin(self, weight, backward):
-        """The twin of a weight (OC,C); for the backward pass that of the transposed one."""
-        return self.device.weights[address_of(weight)].twins[backward]
-
-    def scales(self, kind, weight):
-        """The scales of a product's two factors: of this kind of tensor, and of the weight."""
-        device = self.device
-        return [device.scale(*device.tensor(each, weight)) for each in (kind, WEIGHT)]
+    def make_twins(self, name, out, across, outputs, kind, array, y):
+        """Launch one of the kernels, for the twins of out (N,4C), plain and transposed."""
+        device, twin = self.device, bytes_in(out)
+        left, right, scales = device.factors(kind, array, y)
+        multiply(device, name, (twin, across), device.scale(*device.reader), outputs,
+                 (left, right.T), scales)
+        device.stored(out, twin)
 
 
 FEATURE = Feature(

@@ -22,7 +22,6 @@ and beside them Hopper's 14 bits would lose the many small ones: a tenth of dlnf
 dev/RESULTS.md). So they are promoted to fp32 on their way.
 """
 from dev.features.declare import Feature
-from dev.features.devices import address_of
 from dev.features.fp8.fp8 import GRADIENT, INPUT, WEIGHT, WHOLE, padded, transposed
 from train_gpt2 import Row, carve, classifier_launch, logit_rows
 
@@ -48,21 +47,14 @@ class Fp8Head:
         table = self.tables(self.config, self.device, self.B, self.T)["fp8"]
         views = carve(self.arenas["fp8"], table)
         self.dlogits8, self.lnf_transposed = views.dlogits, views.lnf_transposed
-        # Without this entry the device multiplies by wte in bf16: forward always, and backward in a
-        # run's first step.
-        self.head8 = self.device.weights.pop(address_of(self.head), None)
+        self.head8 = self.device.weights.get(("head", self.config.L))
 
     def in_fp8(self):
         """Whether dlnf and dwte are FP8 products. Transposed dlogits need the memory of 8 rows."""
         return self.head8 and self.device.calibrated and len(self.acts.logits) >= WHOLE // 2
 
     def scale8(self, kind):
-        return self.device.scale(kind, self.head8.number)
-
-    def last_norm_forward(self):
-        if self.head8:
-            self.device.read_by(self.acts.lnf, False, (INPUT, self.head8.number))
-        super().last_norm_forward()
+        return self.device.scale(kind, self.head.name, self.head.l)
 
     def loss_forward(self, rows, logits, with_gradient=False):
         """With a gradient, that goes to dlogits8, and the logits stay."""
@@ -79,7 +71,7 @@ class Fp8Head:
     def head_backward(self, rows, dlogits):
         """As GPT2.head_backward. The logits' memory is free now: it gets transposed dlogits."""
         if self.head8:  # also in the first step, in bf16, to measure the scale of lnf
-            lnf = self.device.twin_of(self.acts.lnf, (INPUT, self.head8.number))[rows]
+            lnf = self.device.twin_of(self.lnf.out, INPUT, self.head.name, self.head.l)[rows]
         if not self.in_fp8():
             super().head_backward(rows, dlogits)
             return
@@ -91,7 +83,7 @@ class Fp8Head:
         of_lnf, of_dlogits, of_wte = map(self.scale8, (INPUT, GRADIENT, WEIGHT))
         matmul(self.back.dinp[rows], dlogits, wte_transposed.T,
                scales=(of_dlogits, of_wte), promote=True)  # (rows,Vp) @ (Vp,C) -> (rows,C)
-        matmul(self.dhead, dlogits_transposed, lnf_transposed.T, accumulate=adds,
+        matmul(self.head.dw, dlogits_transposed, lnf_transposed.T, accumulate=adds,
                scales=(of_dlogits, of_lnf), promote=True)  # (Vp,rows) @ (rows,C) -> (Vp,C)
 
 

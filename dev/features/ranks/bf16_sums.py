@@ -11,8 +11,7 @@ rounding changes it by up to 1/512 of itself. llm.c, too, sends bf16.
 from pathlib import Path
 
 from dev.features.declare import Feature, Flag
-from dev.features.devices import address_of
-from train_gpt2 import BF16
+from train_gpt2 import BF16, carve
 
 SOURCE = Path(__file__).resolve().with_name("bf16_sums.cu")
 
@@ -27,15 +26,19 @@ class Bf16Sums:
 
     def __init__(self, *args, **keywords):
         super().__init__(*args, **keywords)
+        self.wire = carve(self.arenas["wire"], self.config.parameter_table(BF16))
         self.casts = {}  # {layer: [(kernel, out, inp) before its sums], [the same after them]}
         for part, sums in self.sums.items():
             self.casts[part] = [], []
-            self.sums[part] = [(row, *self.in_bf16(part, *arrays)) if row.decay else (row, *arrays)
-                               for row, *arrays in sums]
+            self.sums[part] = [(row, *self.in_bf16(part, row, *arrays)) if row.decay
+                               else (row, *arrays) for row, *arrays in sums]
 
-    def in_bf16(self, part, pieces, own, tail, rest):
-        """The arrays in bf16 to be summed in place of these gradients. Notes the casts."""
-        pieces16, tail16 = map(self.on_wire, (pieces, tail))
+    def in_bf16(self, part, row, pieces, own, tail, rest):
+        """The arrays in bf16 to be summed in place of these gradients, of a layer of a tensor.
+        Notes the casts."""
+        wire = getattr(self.wire, row.name)
+        layer = (wire[part] if row.layers else wire).reshape(-1)
+        pieces16, tail16 = layer[: pieces.size], layer[pieces.size :]
         own16 = rest16 = None
         if own is not None:
             own16 = pieces16 if own is pieces else pieces16[self.rank * own.size :][: own.size]
@@ -45,11 +48,6 @@ class Bf16Sums:
         before += [("gradient_to_wire", *pair) for pair in ((pieces16, pieces), (tail16, tail))]
         after += [("gradient_from_wire", *pair) for pair in ((own, own16), (rest, rest16))]
         return pieces16, own16, tail16, rest16
-
-    def on_wire(self, gradient):
-        """The place of a gradient in the arena "wire", which is laid out as "gradients" is."""
-        start = (address_of(gradient) - address_of(self.arenas["gradients"])) // 4
-        return self.arenas["wire"].view(BF16)[start : start + gradient.size]
 
     def sum_part(self, part):
         self.cast(*self.casts[part][0])
