@@ -131,7 +131,7 @@ def gpt2_encoding():
     try:
         import tiktoken
         return tiktoken.get_encoding("gpt2")
-    except Exception as e:  # whatever its HTTP library raises
+    except Exception as e:  # what its HTTP library raises
         raise UserError(f"tiktoken could not get GPT-2's vocabulary ({type(e).__name__}): connect "
                         "to the network once, or set TIKTOKEN_CACHE_DIR to a folder that holds "
                         "it") from None

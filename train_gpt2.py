@@ -5,9 +5,10 @@
 dev/gpt2_numpy.py has the model in 40 lines of NumPy, and dev/gpt2_numpy_backward.py derives all
 gradients: begin there. Then read this file from top to bottom, with kernels.cu beside it: tables of
 all tensors; the model, each layer's forward, then its backward; the update; the loop. You may stop
-there. The rest is what these use: the GPU, files and batches, a sample, the flags. "Faster", at the
-end, adds only speed: `--plain 1` leaves it out. With dev/ at hand, the command above has other
-defaults, and attaches chapters of dev/ for speed; it prints both.
+there. The rest is what these use: memory, the GPU, files and batches, a sample, the flags.
+"Faster", at the end, adds only speed: `--plain 1` leaves it out. dev/ adds features to this file,
+and replaces little of it; with it, the command above trains a small model on bytes for a minute,
+and -e d12 one of GPT-2's size.
 
 Sizes:
 
@@ -56,7 +57,7 @@ KERNELS = HERE / "kernels.cu"
 BF16 = np.uint16
 LOW = np.int16
 
-ALIGN = 64  # bytes. C is a multiple of 32, so no parameter is padded: adamw has one index.
+ALIGN = 64  # bytes: tensors start at multiples. C is one of 32, so parameters have no gaps
 LOGIT_ROWS = 8192  # many tokens' logits take gigabytes: they are computed in parts
 PARTIAL_ROWS = 256  # the most blocks with partial sums
 NORM_BLOCKS = 1024  # the most blocks of global_norm
@@ -130,7 +131,7 @@ class Config:
         ]
 
     def activation_table(self, B, T, real=np.float32):
-        """What the forward pass leaves for the backward pass."""
+        """What the forward pass writes, most of it for the backward pass."""
         N = B * T  # 4096
         C = self.C
         each = dict(dtype=real, layers=self.L)
@@ -160,7 +161,7 @@ class Config:
         ]
 
     def backward_table(self, B, T, real=np.float32):
-        """The gradients of activations, which layers use in turn."""
+        """What the backward pass writes, one layer after another to the same memory."""
         N = B * T  # 4096
         C = self.C
         return [
@@ -168,19 +169,21 @@ class Config:
             Row("dinp", (N, C), real),  # of a product's input: lnf, then each ln2, atty, ln1: 3.1M
             Row("dqkv", (N, 3 * C), real),  # 4096 x 2304 = 9.4M
             Row("delta", (B * self.NH, T)),  # D of attention_backward, one for each query: 49K
-            Row("partials", (2, PARTIAL_ROWS, C)),  # sums of rows, not yet added up: 0.4M
+            Row("partials", (2, PARTIAL_ROWS, C)),  # sums by many blocks, not yet added up: 0.4M
         ]
 
     @classmethod
     def from_descriptor(cls, descriptor):
-        """The config of depth L for "dL"; d12, d24, d36, d48 are GPT-2 small, medium, large, XL."""
-        if not re.fullmatch(r"d[1-9]\d{0,2}", descriptor):
-            raise UserError(f"-e {descriptor}: expected a checkpoint, or a descriptor from d1 to "
-                            "d999, such as d12")
-        L = int(descriptor[1:])
-        NH = {48: 25, 60: 30, 72: 30, 84: 36}.get(L, min(L, 12 + max(0, L - 12) // 3))
-        HS = {72: 96, 84: 96}.get(L, 64)
-        return cls(L=L, NH=NH, C=NH * HS)
+        return cls(**sizes_of_depth(descriptor))
+
+    @classmethod
+    def from_file(cls, path):
+        return cls(*sizes_of_file(path))
+
+    def check_length(self, T):
+        if T > self.maxT:
+            raise UserError(f"-t {T}: expected at most maxT = {self.maxT}: wpe has no more "
+                            "positions")
 
     def switches(self):
         """What kernels.cu is compiled for."""
@@ -190,39 +193,6 @@ class Config:
 def logit_rows(N):
     """How many tokens get logits at a time. At most four parts: each rewrites all of dwte."""
     return min(N, max(LOGIT_ROWS, ceil_div(N, 4)))
-
-
-def batch_table(B, T):
-    """A batch, as the host prepares it."""
-    return [
-        Row("tokens", (B, T), np.int32),
-        Row("targets", (B, T), np.int32),  # for each token the one that follows
-        Row("order", (B * T,), np.int32),  # the N positions, sorted by token
-        Row("runs", (B * T, 2), np.int32),  # of one token in order: (first index, length)
-    ]
-
-
-ADAMW = ("learning_rate", "rate1", "rate2", "correction1", "correction2", "eps", "weight_decay",
-         "clip")  # the fields of kernels.cu's struct
-
-
-class Verdict(NamedTuple):
-    """A step's numbers, and what kernels.cu decided: whether to update, whether to stop."""
-    norm: float
-    loss: float
-    update: float
-    stopped: float
-
-
-def update_table(updated):
-    """What AdamW needs besides."""
-    return [
-        Row("settings", (len(ADAMW),)),
-        Row("norm", (2 + NORM_BLOCKS,)),  # norm, counter, each block's sum
-        Row("verdict", (len(Verdict._fields),)),
-        Row("starts", (len(updated) + 1,), np.uint64),  # where each tensor starts, in numbers
-        Row("decayed", (len(updated),), np.int32),  # 1 where weight decay applies, else 0
-    ]
 
 
 # A layer's parts, by their names in the tables: "qkv" has qkvw and qkvb, "ln1" ln1w, ln1_mean ...
@@ -252,41 +222,6 @@ class Norm(NamedTuple):
     out: object  # (N,C)
 
 
-def linear(name, l, p, g):
-    """The linear layer of that name, from views of parameters and of gradients."""
-    tensors = (vars(views).get(name + end) for views in (p, g) for end in "wb")
-    return Linear(name, l, *tensors)
-
-
-def norm(name, l, p, g, a):
-    """The norm of that name; a: views of activations."""
-    kept = (vars(a).get(name + end) for end in ("_inp", "_mean", "_rstd", ""))
-    return Norm(*linear(name, l, p, g), *kept)
-
-
-# An arena is one allocation, cut into the tensors of a table.
-
-
-def offsets(table):
-    """The byte offset of each tensor in an arena, then the arena's size."""
-    sizes = (ceil_div(row.nbytes, ALIGN) * ALIGN for row in table)
-    return list(itertools.accumulate(sizes, initial=0))
-
-
-def carve(arena, table):
-    """Views of an arena (bytes), one attribute for each row; with layers, (layers, *shape)."""
-    views = SimpleNamespace()
-    for row, start in zip(table, offsets(table)):
-        view = arena[start : start + row.nbytes].view(row.dtype).reshape(row.whole_shape)
-        setattr(views, row.name, view)
-    return views
-
-
-def matrices(values):
-    """The matrices of a stack, to copy a large tensor in pieces."""
-    return values.reshape(-1, *values.shape[-2:])
-
-
 # ---- The model: GPT-2 on a device
 #
 # A device does the arithmetic: Cuda, below, or the CPU of dev/cpu/device.py. The model calls
@@ -295,7 +230,8 @@ def matrices(values):
 #     put(array, values)            host to device
 #     get(array)                    device to host
 #     zero(array)                   all bits 0
-#     launch(kernel, items, *args)  run a kernel of kernels.cu over so many numbers, rows or blocks
+#     launch(kernel, items, *args)  run a kernel of kernels.cu over so many numbers, rows or blocks;
+#                                   over (columns, rows) if its grid has two dimensions
 #     matmul(out, left, right, ...) out = left @ right, or +=, with a bias or a GELU if asked
 #     repeat(graphs, key, work)     do work(); a fast device records its launches, and repeats them
 #
@@ -317,10 +253,12 @@ class GPT2:
     reads all of x anyway. The gradient of x, dresidual, goes from right to left: a (+) hands it to
     the stream and to the branch, and a fork adds what the branch returns.
     """
+    Config = Config
     rank = 0  # the index of this process
     count = 1  # how many processes share each batch
 
     def __init__(self, config, device, B, T):
+        self.check(config, device, B, T)
         self.config = config
         self.device = device
         self.B = B  # the largest batch
@@ -328,7 +266,7 @@ class GPT2:
         self.scale = (config.C // config.NH) ** -0.5  # of attention's scores: 1 / sqrt(HS)
         tables = self.tables(config, device, B, T)
         self.arenas = {name: device.empty(offsets(table)[-1]) for name, table in tables.items()}
-        for name in tables.keys() - {"activations", "backward"}:
+        for name in tables.keys() - {"activations", "backward"}:  # these are written before read
             device.zero(self.arenas[name])
 
         # Views of the arenas: a tensor is an attribute, by its name in the tables.
@@ -352,9 +290,9 @@ class GPT2:
         self.micros = 1  # micro-batches of a step, of all processes
         self.last_micro = True  # is this the last of this process?
         self.graphs = {}  # the launches of micro_step that the device has recorded
-        updated = tables["adam m"]
-        device.put(self.adam.starts, np.cumsum([0, *(row.size for row in updated)]))
-        device.put(self.adam.decayed, [row.decay for row in updated])
+        moments = tables["adam m"]
+        device.put(self.adam.starts, np.cumsum([0, *(row.size for row in moments)]))
+        device.put(self.adam.decayed, [row.decay for row in moments])
 
     # ---- A layer, forward and backward
 
@@ -412,7 +350,8 @@ class GPT2:
         matmul(dinp, dout, y.w, dgelu_at=dgelu_at)  # (N,OC) @ (OC,C) -> (N,C)
 
     def bias_backward(self, dout, y):
-        """db. Many blocks sum some rows of dout each; add_partials adds up their sums."""
+        """db. Many blocks sum some rows of dout each; add_partials, which can make two outputs,
+        adds up their sums."""
         N, OC = dout.shape
         blocks = max(1, min(128, N // 32))
         partials = self.back.partials  # (blocks,OC) fits: it has 2 x 256 x C numbers
@@ -445,10 +384,11 @@ class GPT2:
         launch("add_partials", (C, 2), y.dw, y.db, partials, blocks, C, self.micro > 0)
 
     def attention_forward(self, out, lse, qkv):
-        """For each head, out (N,C) = P v with P = softmax(S) and S = q k' / sqrt(HS), where a token
-        sees itself and those before it (' transposes). Attention is the only part of a layer that
-        mixes tokens. P (T,T) is not stored: from lse (B*NH,T), log2 of the softmax's denominators,
-        the backward pass computes it again, P = 2^(S * log2(e) - lse)."""
+        """For each sequence and head, out (T,HS) = P v with P (T,T) = softmax(S), S = q k' /
+        sqrt(HS); a token sees itself and those before it. (' transposes; qkv is (B,T,3,NH,HS), out
+        (B,T,NH,HS).) Attention is the only part of a layer that mixes tokens. P is not stored: from
+        lse (B*NH,T), log2 of the softmax's denominators, the backward pass computes it again, P =
+        2^(S * log2(e) - lse)."""
         B, T = self.BT
         NH = self.config.NH
         sizes = self.device.attention_sizes  # a block has `rows` tokens of a head
@@ -457,7 +397,8 @@ class GPT2:
                            threads=sizes.threads, shared=sizes.shared_forward)
 
     def attention_backward(self, dqkv, dout, out, lse, qkv):
-        """dqkv (N,3C), given dout (N,C) (FlashAttention-2, Dao 2023, algorithm 2):
+        """dqkv (N,3C), given dout (N,C). In two kernels, each of which computes S and dP, where
+        FlashAttention-2 (Dao 2023, algorithm 2) has one:
 
             dv = P' dout      dP = dout v'      dS = P * (dP - D)
             dq = dS k / sqrt(HS)                dk = dS' q / sqrt(HS)
@@ -532,7 +473,7 @@ class GPT2:
         c = self.config
         losses = self.acts.losses
         targets = self.batch.targets.reshape(-1)[rows]
-        dloss = 1 / (len(losses) * self.micros)
+        dloss = self.token_weight()
         blocks, room, shared = classifier_launch(self.device, len(logits), c.Vp, with_gradient)
         self.device.launch("fused_classifier", blocks, logits, losses[rows], targets, dloss,
                            len(logits), c.V, c.Vp, with_gradient, room, shared=shared)
@@ -540,52 +481,68 @@ class GPT2:
     def mean_loss(self):
         """verdict.loss = the step's mean loss; each micro-batch adds its part."""
         losses = self.acts.losses
-        share = 1 / (len(losses) * self.micros)
-        self.device.launch("add_loss", 1, self.adam.verdict, losses, share, len(losses),
-                           self.micro > 0)
+        self.device.launch("add_loss", 1, self.adam.verdict, losses, self.token_weight(),
+                           len(losses), self.micro > 0)
+
+    def token_weight(self):
+        """A token's weight in the step's mean loss, which all micro-batches add up."""
+        return 1 / (len(self.acts.losses) * self.micros)
 
     # ---- Passes over all layers
 
     def forward_pass(self):
-        """From a batch to lnf (N,C). The backward pass takes the loss, part by part."""
+        """From a batch to lnf (N,C)."""
         self.embedding_forward()
         for l in range(self.config.L):
             self.layer_forward(l)
         self.last_norm_forward()
 
-    def backward_pass(self):
-        """From lnf through the loss to the gradients of all parameters. The logits of some tokens
-        are made, turned into their gradients, and used, before those of the next."""
+    def loss_pass(self, with_gradient=False):
+        """From lnf to the loss; with_gradient, back to the gradient of lnf. The logits of some
+        tokens are made, turned into their gradients, and used, before those of the next."""
         for rows in self.parts:
             logits = self.head_forward(rows)
-            self.loss_forward(rows, logits, with_gradient=True)
-            self.head_backward(rows, logits)
+            self.loss_forward(rows, logits, with_gradient)
+            if with_gradient:
+                self.head_backward(rows, logits)
         self.mean_loss()
+
+    def backward_pass(self):
+        """From the gradient of lnf to those of all parameters."""
         self.last_norm_backward()
         for l in reversed(range(self.config.L)):
             self.layer_backward(l)
         self.embedding_backward()
 
     def update_pass(self):
-        """AdamW on whole arenas, all tensors at once. The gradient g is scaled down to the norm
-        `clip` if that is smaller. Then
+        """AdamW on whole arenas, all tensors at once."""
+        arenas = self.arenas
+        gradients = arenas["gradients"]
+        self.norm_of(gradients)
+        self.judge()
+        self.adamw(arenas["parameters"], arenas.get("low bits"), gradients, arenas["adam m"],
+                   arenas["adam v"])
+
+    def norm_of(self, gradients):
+        """adam.norm[0] = the norm of all gradients; behind it, each block's sum of squares."""
+        blocks = min(NORM_BLOCKS, 8 * self.device.multiprocessors)
+        self.device.launch("global_norm", blocks, self.adam.norm, gradients, gradients.nbytes // 4)
+
+    def judge(self):
+        """Decide whether to update: the loss and the gradient's norm have to be finite."""
+        self.device.launch("judge", 1, self.adam.verdict, self.adam.norm)
+
+    def adamw(self, parameters, low, gradients, m, v):
+        """The gradient g is scaled down to the norm `clip` if that is smaller. Then
 
             m += (1 - beta1) * (g - m)      v += (1 - beta2) * (g * g - v)
             p -= learning_rate * (m / (sqrt(v) + eps) + weight_decay * p)
 
-        with m and v corrected for their start at 0. judge decides whether to update: the loss and
-        the gradient's norm have to be finite."""
-        launch = self.device.launch
+        with m and v corrected for their start at 0."""
         adam = self.adam
-        arenas = self.arenas
-        gradients = arenas["gradients"]
         n = gradients.nbytes // 4
-        blocks = min(NORM_BLOCKS, 8 * self.device.multiprocessors)
-        launch("global_norm", blocks, adam.norm, gradients, n)
-        launch("judge", 1, adam.verdict, adam.norm)
-        launch("adamw", n, arenas["parameters"], arenas.get("low bits"), gradients,
-               arenas["adam m"], arenas["adam v"], adam.starts, adam.decayed, adam.decayed.size, n,
-               adam.settings, adam.verdict)
+        self.device.launch("adamw", n, parameters, low, gradients, m, v, adam.starts, adam.decayed,
+                           adam.decayed.size, n, adam.settings, adam.verdict)
 
     # ---- A step, a validation, a sample
 
@@ -606,6 +563,7 @@ class GPT2:
     def micro_step(self):
         """A micro-batch, and after the last the update."""
         self.forward_pass()
+        self.loss_pass(with_gradient=True)
         self.backward_pass()
         if self.last_micro:
             self.update_pass()
@@ -615,9 +573,11 @@ class GPT2:
         """Begin a step. Settings go to device memory, since recorded launches keep their arguments.
         The corrections undo the moments' start at 0. clip=0: gradients are not scaled."""
         self.step += 1
-        self.device.put(self.adam.settings, [
-            learning_rate, 1 - beta1, 1 - beta2, 1 / (1 - beta1**self.step),
-            1 / (1 - beta2**self.step), eps, weight_decay, clip])
+        settings = dict(
+            learning_rate=learning_rate, rate1=1 - beta1, rate2=1 - beta2,
+            correction1=1 / (1 - beta1**self.step), correction2=1 / (1 - beta2**self.step),
+            eps=eps, weight_decay=weight_decay, clip=clip)
+        self.device.put(self.adam.settings, [settings[name] for name in ADAMW])
 
     def verdict(self):
         """Wait for the last step, and return its Verdict."""
@@ -627,13 +587,12 @@ class GPT2:
         """The mean loss, in nats, of tokens and targets (B,T). acts.logits keeps the last part."""
         self.set_batch(pack_batch(tokens, targets))
         self.forward_pass()
-        for rows in self.parts:
-            self.loss_forward(rows, self.head_forward(rows))
-        self.mean_loss()
+        self.loss_pass()
         return self.verdict().loss
 
     def next_logits(self, tokens):
-        """The logits (V,) of the token that follows some tokens, a list of at most T ids."""
+        """The logits (V,) of the token that follows some tokens, a list of at most T ids. Rows of
+        64, 128 .. tokens lay the arenas out less often."""
         padded = np.zeros((1, min(self.T, ceil_div(len(tokens), 64) * 64)), np.int32)
         padded[0, : len(tokens)] = tokens  # causal: padding at the end is never seen
         self.set_batch(pack_batch(padded, np.zeros_like(padded)))  # nobody reads the targets
@@ -643,31 +602,19 @@ class GPT2:
 
     # ---- Its memory
 
+    def check(self, config, device, B, T):
+        """Raise UserError unless the model can have such batches on this device."""
+        check_shared_memory(config, device)
+
     @classmethod
     def tables(cls, c, device, B, T):
         """All that a run allocates, {arena: table}."""
-        fp32 = c.parameter_table()
-        low = c.parameter_table(LOW)
-        halves = {"low bits": low} if device.real == BF16 else {}
-        return {"parameters": c.parameter_table(device.real), **halves, "gradients": fp32,
-                "adam m": fp32, "adam v": fp32, "update": update_table(fp32),
-                "batch": batch_table(B, T), "activations": c.activation_table(B, T, device.real),
-                "backward": c.backward_table(B, T, device.real)}
+        return all_tables(c, device.real, B, T)
 
     def whole_views(self, arena):
         """Views of an arena that has a tensor for each parameter."""
         dtype = {"parameters": self.device.real, "low bits": LOW}.get(arena, np.float32)
         return carve(self.arenas[arena], self.config.parameter_table(dtype))
-
-    def layer(self, l, tables):
-        """(parts, activations) of layer l, by their names."""
-        p = self.layer_views(self.params, tables["parameters"], l)
-        g = self.layer_views(self.grads, tables["gradients"], l)
-        a = self.layer_views(self.acts, tables["activations"], l)
-        parts = SimpleNamespace(ln1=norm("ln1", l, p, g, a), ln2=norm("ln2", l, p, g, a))
-        for name in ("qkv", "attproj", "fc", "fcproj"):
-            setattr(parts, name, linear(name, l, p, g))
-        return parts, a
 
     def layer_views(self, views, table, l):
         """Those of some views that belong to layer l."""
@@ -675,37 +622,31 @@ class GPT2:
                                   if row.layers})
 
     def set_parameters(self, tensors):
-        """Set parameters from (name, values) pairs, fp32 or bf16. Rows beyond a shorter vocabulary
-        keep their values."""
+        self.set_tensors(tensors, self.master)
+
+    def set_tensors(self, tensors, kept):
+        """Set tensors from (name, values) pairs, fp32 or bf16. kept: the views that get them. Rows
+        beyond a shorter vocabulary keep their values."""
         for name, values in tensors:
-            for views in self.master:
-                for to, part in zip(matrices(getattr(views, name)), matrices(values)):
-                    part = to_float(part)
-                    self.device.put(to.reshape(-1)[: part.size], kept_as(part, to.dtype))
+            for views in kept:
+                put_tensor(self.device, getattr(views, name), values)
 
     def set_batch(self, batch):
         """Copy a packed batch to the device, and lay the arenas out for its (B,T)."""
-        data, (B, T) = batch
+        data, BT = batch
         self.device.put(self.arenas["batch"][: data.nbytes], data)
-        if (B, T) == self.BT:
-            return
-        self.BT = B, T
-        tables = self.tables(self.config, self.device, B, T)
-        self.batch = carve(self.arenas["batch"], tables["batch"])
-        self.acts = carve(self.arenas["activations"], tables["activations"])
-        self.back = carve(self.arenas["backward"], tables["backward"])
-        L = self.config.L
-        self.layers = [self.layer(l, tables) for l in range(L)]
-        self.lnf = norm("lnf", L, self.params, self.grads, self.acts)
-        size = len(self.acts.logits)
-        self.parts = [slice(start, min(start + size, B * T)) for start in range(0, B * T, size)]
+        if BT != self.BT:
+            self.BT = BT
+            lay_out(self)
 
 
 # ---- The loop
 
 
 class Training:
-    """A training run."""
+    """A training run. The flags stay what was asked for; what the run makes of them is here."""
+    Model = GPT2
+    longest = 1024  # tokens of a row without -t, at most
 
     def __init__(self, flags):
         self.flags = flags
@@ -714,7 +655,9 @@ class Training:
         self.config = None
         self.device = None
         self.model = None
-        self.train_data = None
+        self.train_path = None  # the token files
+        self.val_path = None
+        self.train_data = None  # their batches
         self.val_data = None
         self.T = 0  # tokens of a row
         self.total_batch = 0  # tokens of a step
@@ -728,28 +671,30 @@ class Training:
         flags = self.flags
         adamw = {name: getattr(flags, name) for name in ADAMW_FLAGS}
         batches = self.next_batches()
-        for step in range(self.model.step, self.steps + 1):
-            last = step == self.steps
-
-            # Once in a while: does it predict text that it is not trained on?
-            if flags.val_every and (step % flags.val_every == 0 or last):
-                self.validate()
-
-            # Once in a while: let it write.
-            if flags.sample_every and step > 0 and (step % flags.sample_every == 0 or last):
-                self.sample()
-
-            if last:
-                self.save(step)
+        for done in range(min(self.model.step, self.steps), self.steps + 1):
+            self.pause(done, batches)
+            if self.ends(done):
                 break
 
             # A step: forward, backward, update.
             begun = time.perf_counter()
-            rate = self.learning_rate(step)
-            self.model.train_step(*batches, learning_rate=rate, **adamw)
+            rate = self.learning_rate(done)
+            self.model.train_step(*batches.packed, learning_rate=rate, **adamw)
+            step = SimpleNamespace(number=done + 1, rate=rate, begun=begun, batches=batches)
             batches = self.next_batches()  # while the device works
-            verdict = self.model.verdict()
-            self.report(step + 1, rate, verdict, time.perf_counter() - begun)
+            self.finish(step)
+
+    def pause(self, done, batches):
+        """What comes between steps, when `done` are made."""
+        # Once in a while: does it predict text that it is not trained on?
+        if self.validates(done):
+            self.validate(done)
+        # Once in a while: let it write.
+        if self.samples(done):
+            self.sample()
+        # At the end: keep what it has learned.
+        if self.saves(done):
+            self.save(done, batches)
 
     def learning_rate(self, step):
         """The learning rate of a step, counted from 0, in fp32 as in llm.c."""
@@ -763,42 +708,89 @@ class Training:
         share = f(step - warmup) / f(self.steps - warmup)  # 2. it falls along half a cosine
         return least + f(0.5) * (f(1) + np.cos(f(math.pi * float(share)))) * (rate - least)
 
+    # ---- You may stop there: these are its steps, a few lines each.
+
+    def due(self, done, every):
+        """Whether a periodic action is due after `done` steps; each is due at the end."""
+        return every > 0 and (done % every == 0 or done == self.steps)
+
+    def validates(self, done):
+        return self.flags.val_batches != 0 and self.due(done, self.flags.val_every)
+
+    def samples(self, done):
+        flags = self.flags
+        return done > 0 and flags.sample_tokens > 0 and self.due(done, flags.sample_every)
+
+    def saves(self, done):
+        return done == self.steps
+
+    def ends(self, done):
+        return done == self.steps
+
     def next_batches(self):
-        """A step's micro-batches, packed."""
-        return [pack_batch(*self.train_data.next_batch()) for _ in range(self.grad_accum)]
+        """The micro-batches of a step, packed, and where in the data each is."""
+        batches = SimpleNamespace(packed=[], places=[])
+        for _ in range(self.grad_accum):
+            batches.packed.append(pack_batch(*self.train_data.next_batch()))
+            batches.places.append(self.train_data.where)
+        return batches
 
-    def report(self, step, rate, verdict, seconds):
-        """Print a step's line, or stop if its loss or its gradient is not finite."""
+    def finish(self, step):
+        """Wait for a step, and report it."""
+        self.report(step, self.model.verdict())
+
+    def report(self, step, verdict):
+        """Print a step's line, unless its loss or its gradient is not finite."""
         if verdict.stopped:
-            raise UserError(f"the loss of step {step} is {verdict.loss} and the norm of its "
-                            f"gradient {verdict.norm}: try a smaller -l, or look at the data")
-        print(f"step {step:4d}/{self.steps} | loss {verdict.loss:.6f} | norm {verdict.norm:7.4f} | "
-              f"lr {rate:.2e} | {1e3 * seconds:8.2f} ms | {self.total_batch / seconds:9,.0f} tok/s "
-              f"| {step * self.total_batch:,} tokens", flush=True)
+            self.give_up(step, verdict)
+        seconds = time.perf_counter() - step.begun
+        self.say(f"step {step.number:4d}/{self.steps} | loss {self.loss_text(verdict.loss)} | "
+                 f"norm {verdict.norm:7.4f} | lr {step.rate:.2e} | {self.speed(seconds)} | "
+                 f"{step.number * self.total_batch:,} tokens")
 
-    def validate(self):
-        """Print the mean loss over -m validation batches, always the same ones."""
+    def loss_text(self, loss):
+        return f"{loss:.6f}"
+
+    def speed(self, seconds):
+        return f"{1e3 * seconds:8.2f} ms | {self.total_batch / seconds:9,.0f} tok/s"
+
+    def give_up(self, step, verdict):
+        raise UserError(f"the loss of step {step.number} is {verdict.loss} and the norm of its "
+                        f"gradient {verdict.norm}: try a smaller -l, or look at the data: "
+                        f"{'; '.join(step.batches.places)}")
+
+    def validate(self, done):
+        """Print the mean loss over -m validation batches, always the same ones; return it."""
         data = self.val_data
         most = self.flags.val_batches
         data.restart()
         count = data.per_epoch if most < 0 else min(most, data.per_epoch)
-        if count:
-            losses = [self.model.forward(*data.next_batch()) for _ in range(count)]
-            print(f"val loss {sum(losses) / count:.6f}", flush=True)
+        loss = self.total_loss(data.next_batch() for _ in range(count)) / count
+        self.say(f"val loss {loss:.6f}")
+        return loss
+
+    def total_loss(self, batches):
+        return sum(self.model.forward(*batch) for batch in batches)
 
     def sample(self):
         """Let the model write."""
-        tokens = generate(self.model, self.flags.sample_tokens)
-        text = gpt2_encoding().decode(tokens) if self.config.V == Config.V else tokens
-        print(f"generating:\n---\n{text}\n---", flush=True)
+        text = self.decode(generate(self.model, self.flags.sample_tokens))
+        self.say(f"generating:\n---\n{text}\n---")
 
-    def save(self, step):
+    def decode(self, tokens):
+        """The text of some tokens, if they are of GPT-2's vocabulary."""
+        return gpt2_encoding().decode(tokens) if self.config.V == Config.V else str(tokens)
+
+    def save(self, done, batches):
         """With -o: write the weights, in llm.c's format."""
         if self.flags.output:
-            path = Path(self.flags.output) / f"model_{step:08d}.bin"
+            path = Path(self.flags.output) / f"model_{done:08d}.bin"
             parts = checkpoint_parts(self.config, self.model.params, self.device.real)
             replace_file(path, map(self.device.get, parts))
-            print(f"wrote {path}")
+            self.say(f"wrote {path}")
+
+    def say(self, line):
+        print(line, flush=True)
 
     # ---- Before the first step
 
@@ -815,44 +807,60 @@ class Training:
     def prepare(self):
         """What can go wrong before memory is allocated."""
         self.choose_model()
-        kind = Cuda if self.flags.plain else FastCuda
-        self.device = device = kind(self.flags.dtype, self.config)
-        sizes = device.attention_sizes
-        needed = max(sizes.shared_forward, sizes.shared_backward,
-                     device.layernorm_sizes.shared_of_row)
-        if needed > device.max_shared:
-            raise UserError(f"{self.config}: a block needs {needed:,} bytes of shared memory, and "
-                            f"{device} has {device.max_shared:,}: try another -e")
+        self.device = self.make_device()
         self.open_data()
         self.announce()
 
     def choose_model(self):
         """The model's config, from a checkpoint or a descriptor."""
-        flags = self.flags
-        self.name = flags.model or ("gpt2_124M.bin" if os.path.isfile("gpt2_124M.bin") else "d12")
+        self.name = self.find_model()
         self.from_file = os.path.isfile(self.name) or self.name.endswith(".bin")
-        find = read_config if self.from_file else Config.from_descriptor
-        self.config = find(self.name)
-        self.T = flags.seq_len or min(self.config.maxT, 1024)
-        if self.T > self.config.maxT:
-            raise UserError(f"-t {self.T}: expected at most maxT = {self.config.maxT}: wpe has no "
-                            "more positions")
+        self.config = self.find_config()
+        self.T = self.find_length() or min(self.config.maxT, self.longest)
+        self.config.check_length(self.T)
+
+    def find_model(self):
+        """The checkpoint or descriptor to start from."""
+        return self.flags.model or ("gpt2_124M.bin" if os.path.isfile("gpt2_124M.bin") else "d12")
+
+    def find_config(self):
+        Config = self.Model.Config
+        return Config.from_file(self.name) if self.from_file else Config.from_descriptor(self.name)
+
+    def find_length(self):
+        """T, or None if it follows from the model."""
+        return self.flags.seq_len
+
+    def make_device(self):
+        kind = Cuda if self.flags.plain else FastCuda
+        return kind(self.flags.dtype, self.config)
 
     def open_data(self):
         """Open the token files, and count steps and micro-batches."""
         flags = self.flags
-        B, T = flags.batch_size, self.T
-        train_path, val_path = data_paths(flags.train_data, flags.val_data)
-        self.train_data = DataLoader(train_path, B, T, self.config.V)
-        val_tokens = read_header(val_path, TOKENS)[2]
-        val_B = max(1, min(B, (val_tokens - 1) // T))  # it may be short
-        self.val_data = DataLoader(val_path, val_B, T, self.config.V)
-        self.total_batch = flags.total_batch or B * T
-        if self.total_batch % (B * T):
-            raise UserError(f"-d {self.total_batch}: expected a multiple of B*T = {B * T}")
-        self.grad_accum = self.total_batch // (B * T)
+        self.train_path, self.val_path = self.data_paths()
+        self.train_data = self.loader(self.train_path, True)
+        if flags.val_every:
+            self.val_data = self.loader(self.val_path, False)
+        size = self.train_data.size
+        self.total_batch = flags.total_batch or size
+        if self.total_batch % size:
+            raise UserError(f"-d {self.total_batch}: expected a multiple of processes*B*T "
+                            f"= {size}")
+        self.grad_accum = self.total_batch // size
         self.epoch = max(1, self.train_data.total // self.total_batch)
         self.steps = self.epoch if flags.steps == -1 else flags.steps
+
+    def data_paths(self):
+        return data_paths(self.flags.train_data, self.flags.val_data)
+
+    def loader(self, path, trains):
+        """The batches of a token file. Those of a validation are smaller if it is short."""
+        tokens = read_tokens(path, self.config.V)
+        B = self.flags.batch_size
+        if not trains:
+            B = max(1, min(B, (len(tokens) - 1) // self.T))
+        return DataLoader(path, tokens, B, self.T)
 
     def announce(self):
         """Print the sizes, and how large the arenas are."""
@@ -861,19 +869,161 @@ class Training:
         numbers = sum(row.size for row in c.parameter_table())
         print(f"device       | {self.device} (--dtype)")
         print(f"model        | {self.name} (-e): {numbers:,} parameters, {c}")
-        print(f"data         | {self.train_data} (-i), {self.val_data.path} (-j)")
+        print(f"data         | {self.train_data} (-i), {self.val_path} (-j)")
         print(f"run          | B={B} T={T} (-b, -t), {self.total_batch:,} tokens a step (-d), "
               f"{self.steps} steps (-x), an epoch has {self.epoch}")
-        for arena, table in GPT2.tables(c, self.device, B, T).items():
-            print(f"{arena:12} | {offsets(table)[-1] / 2**30:6.2f} GiB in {len(table)} tensors")
+        for arena, table in self.Model.tables(c, self.device, B, T).items():
+            print(f"{arena:12} | {size_of(offsets(table)[-1])} in {len(table)} tensors")
 
     def make_model(self):
         """The model, with the parameters that it starts from."""
-        flags = self.flags
-        model = GPT2(self.config, self.device, flags.batch_size, self.T)
-        model.set_parameters(read_parameters(self.name, self.config) if self.from_file
-                             else draw_parameters(self.config, flags.seed))
+        model = self.Model(self.config, self.device, self.flags.batch_size, self.T)
+        model.set_parameters(self.first_parameters())
         return model
+
+    def first_parameters(self):
+        """(name, values) of all parameters, from a checkpoint or random."""
+        c = self.config
+        return read_parameters(self.name, c) if self.from_file else draw_parameters(
+            c, self.flags.seed)
+
+
+def sizes_of_depth(descriptor):
+    """The sizes of depth L, for "dL"; d12, d24, d36, d48 are GPT-2 small, medium, large, XL."""
+    if not re.fullmatch(r"d[1-9]\d{0,2}", descriptor):
+        raise UserError(f"-e {descriptor}: expected a checkpoint, or a descriptor from d1 to "
+                        "d999, such as d12")
+    L = int(descriptor[1:])
+    NH = {48: 25, 60: 30, 72: 30, 84: 36}.get(L, min(L, 12 + max(0, L - 12) // 3))
+    HS = {72: 96, 84: 96}.get(L, 64)
+    return dict(L=L, NH=NH, C=NH * HS)
+
+
+def size_of(nbytes):
+    """A number of bytes as text."""
+    return f"{nbytes / 2**30:6.2f} GiB" if nbytes >= 2**27 else f"{nbytes / 2**20:6.2f} MiB"
+
+
+# ---- The model's memory: tables, arenas, views
+
+
+def batch_table(B, T):
+    """A batch, as the host prepares it."""
+    return [
+        Row("tokens", (B, T), np.int32),
+        Row("targets", (B, T), np.int32),  # for each token the one that follows
+        Row("order", (B * T,), np.int32),  # the N positions, sorted by token
+        Row("runs", (B * T, 2), np.int32),  # of one token in order: (first index, length)
+    ]
+
+
+# The fields of kernels.cu's struct. rate1 is 1 - beta1, correction1 undoes the start of m at 0.
+ADAMW = ("learning_rate", "rate1", "rate2", "correction1", "correction2", "eps", "weight_decay",
+         "clip")
+
+
+class Verdict(NamedTuple):
+    """A step's numbers, and what kernels.cu decided: whether to update, whether to stop."""
+    norm: float
+    loss: float
+    update: float
+    stopped: float
+
+
+def update_table(updated):
+    """What AdamW needs besides."""
+    return [
+        Row("settings", (len(ADAMW),)),
+        Row("norm", (2 + NORM_BLOCKS,)),  # norm, counter, each block's sum
+        Row("verdict", (len(Verdict._fields),)),
+        Row("starts", (len(updated) + 1,), np.uint64),  # where each tensor starts, in numbers
+        Row("decayed", (len(updated),), np.int32),  # 1 where weight decay applies, else 0
+    ]
+
+
+def all_tables(c, real, B, T):
+    """All that a run allocates, {arena: table}."""
+    fp32 = c.parameter_table()
+    halves = {"low bits": c.parameter_table(LOW)} if real == BF16 else {}
+    return {"parameters": c.parameter_table(real), **halves, "gradients": fp32,
+            "adam m": fp32, "adam v": fp32, "update": update_table(fp32),
+            "batch": batch_table(B, T), "activations": c.activation_table(B, T, real),
+            "backward": c.backward_table(B, T, real)}
+
+
+# An arena is one allocation, cut into the tensors of a table.
+
+
+def offsets(table):
+    """The byte offset of each tensor in an arena, then the arena's size."""
+    sizes = (ceil_div(row.nbytes, ALIGN) * ALIGN for row in table)
+    return list(itertools.accumulate(sizes, initial=0))
+
+
+def carve(arena, table):
+    """Views of an arena (bytes), one attribute for each row; with layers, (layers, *shape)."""
+    views = SimpleNamespace()
+    for row, start in zip(table, offsets(table)):
+        view = arena[start : start + row.nbytes].view(row.dtype).reshape(row.whole_shape)
+        setattr(views, row.name, view)
+    return views
+
+
+def matrices(values):
+    """The matrices of a stack, to copy a large tensor in pieces."""
+    return values.reshape(-1, *values.shape[-2:])
+
+
+def linear(name, l, p, g):
+    """The linear layer of that name, from views of parameters and of gradients."""
+    tensors = (vars(views).get(name + end) for views in (p, g) for end in "wb")
+    return Linear(name, l, *tensors)
+
+
+def norm(name, l, p, g, a):
+    """The norm of that name; a: views of activations."""
+    kept = (vars(a).get(name + end) for end in ("_inp", "_mean", "_rstd", ""))
+    return Norm(*linear(name, l, p, g), *kept)
+
+
+def lay_out(model):
+    """Cut the arenas for batches of model.BT, and find each layer's parts and activations."""
+    B, T = model.BT
+    L = model.config.L
+    tables = model.tables(model.config, model.device, B, T)
+    model.batch = carve(model.arenas["batch"], tables["batch"])
+    model.acts = carve(model.arenas["activations"], tables["activations"])
+    model.back = carve(model.arenas["backward"], tables["backward"])
+    model.layers = []
+    for l in range(L):
+        p = model.layer_views(model.params, tables["parameters"], l)
+        g = model.layer_views(model.grads, tables["gradients"], l)
+        a = model.layer_views(model.acts, tables["activations"], l)
+        parts = SimpleNamespace(ln1=norm("ln1", l, p, g, a), ln2=norm("ln2", l, p, g, a))
+        for name in ("qkv", "attproj", "fc", "fcproj"):
+            setattr(parts, name, linear(name, l, p, g))
+        model.layers.append((parts, a))
+    model.lnf = norm("lnf", L, model.params, model.grads, model.acts)
+    size = len(model.acts.logits)
+    model.parts = [slice(start, min(start + size, B * T)) for start in range(0, B * T, size)]
+
+
+def put_tensor(device, to, values):
+    """Copy values, fp32 or bf16, to a tensor of a device that has at least as many, matrix by
+    matrix: a 32-bit copy of a large tensor would take too much memory."""
+    for matrix, part in zip(matrices(to), matrices(values)):
+        part = to_float(part)
+        device.put(matrix.reshape(-1)[: part.size], kept_as(part, matrix.dtype))
+
+
+def check_shared_memory(config, device):
+    """Raise UserError unless a block has the shared memory that attention and norms need."""
+    sizes = device.attention_sizes
+    needed = max(sizes.shared_forward, sizes.shared_backward,
+                 device.layernorm_sizes.shared_of_row)
+    if needed > device.max_shared:
+        raise UserError(f"{config}: a block needs {needed:,} bytes of shared memory, and "
+                        f"{device} has {device.max_shared:,}: try another -e")
 
 
 # ---- The device, plain
@@ -934,9 +1084,12 @@ def layernorm_backward_launch(device, N):
 
 
 def classifier_launch(device, N, Vp, with_gradient):
-    """(blocks, logits that a block caches, bytes of shared memory). A gradient reads a row twice,
-    so a block caches it, one on each multiprocessor, and loads the next if two fit. The loss alone
-    uses that too, if two fit; else a block a row."""
+    """(blocks, logits that a block caches, bytes of shared memory).
+
+        a gradient, which reads a row twice    a block a multiprocessor caches the row
+        if two rows fit                        likewise, and loads the next; the loss alone, too
+        else                                   a block a row
+    """
     room = min(2 * Vp, device.max_shared // 16 * device.W)
     loads_ahead = room == 2 * Vp
     if device.name == "cpu" or not (with_gradient or loads_ahead):
@@ -1135,14 +1288,15 @@ def check_config(c, path):
             raise UserError(f"{path}: {c}; expected {wish}")
 
 
-def read_config(path):
-    """The config of a checkpoint. Checks header and size."""
+def sizes_of_file(path):
+    """The sizes in the header of a checkpoint, which is checked."""
     header = read_header(path, CHECKPOINT)
-    c = Config(*header[2:8])
+    sizes = header[2:8]
+    c = Config(*sizes)
     check_config(c, path)
     table = c.parameter_table(STORED[header[1]])
     check_size(path, CHECKPOINT, HEADER_BYTES + sum(row.nbytes for row in table))
-    return c
+    return sizes
 
 
 def read_parameters(path, c):
@@ -1194,30 +1348,41 @@ def read_tokens(path, V):
     count = read_header(path, TOKENS)[2]
     check_size(path, TOKENS, HEADER_BYTES + 2 * count)
     tokens = np.memmap(path, "<u2", "r", offset=HEADER_BYTES) if count else np.zeros(0, "<u2")
-    if count and tokens.max() >= V:
-        bad = int(np.argmax(tokens >= V))
-        raise UserError(f"{path}: token {bad} is {tokens[bad]}; expected ids below V = {V}, the "
-                        "model's vocabulary")
+    check_tokens(path, tokens, V)
     return tokens
 
 
-class DataLoader:
-    """Batches of a token file, epoch after epoch. Each process takes its own B*T tokens of every
-    batch. The last, partial batch is skipped."""
+def check_tokens(path, tokens, V):
+    """Raise UserError unless all ids are below V."""
+    if tokens.size and not 0 <= tokens.min() <= tokens.max() < V:
+        bad = int(np.argmax((tokens < 0) | (tokens >= V)))
+        raise UserError(f"{path}: token {bad} is {tokens.flat[bad]}; expected ids below V = {V}, "
+                        "the model's vocabulary")
 
-    def __init__(self, path, B, T, V, rank=0, count=1):
+
+class DataLoader:
+    """Batches of the tokens of a file, epoch after epoch. Each process takes its own B*T tokens of
+    every batch. The last, partial batch is skipped."""
+
+    def __init__(self, path, tokens, B, T, rank=0, count=1):
         self.path = path
+        self.tokens = tokens
         self.rank = rank  # the index of this process
         self.B = B
         self.T = T
         self.size = count * B * T  # tokens in a batch of all processes
-        self.tokens = read_tokens(path, V)
-        self.total = len(self.tokens)
+        self.total = len(tokens)
         self.per_epoch = (self.total - 1) // self.size  # batches
-        self.next = 0  # the index of the next batch
-        if self.per_epoch < 1:
-            raise UserError(f"{path}: {self.total:,} tokens; expected {self.size + 1:,} or more; "
-                            "use a longer file, or a smaller -b or -t")
+        self.order = range(self.per_epoch)  # in which they come
+        self.next = 0  # how many of them have come
+        self.where = ""  # the tokens of the last one, for errors
+        self.check(path, self.total)
+
+    def check(self, path, total):
+        """Raise UserError unless so many tokens are a batch."""
+        if total <= self.size:
+            raise UserError(f"{path}: {total:,} tokens; expected {self.size + 1:,} or more, a "
+                            "batch and one: a longer file, or a smaller -b or -t")
 
     def __str__(self):
         return f"{self.path}: {self.total:,} tokens"
@@ -1227,11 +1392,17 @@ class DataLoader:
 
     def next_batch(self):
         """Tokens and their targets, both (B,T) int32."""
-        if self.next == self.per_epoch:
+        if self.next == len(self.order):
             self.restart()
-        start = self.next * self.size + self.rank * self.B * self.T
         self.next += 1
-        window = self.tokens[start : start + self.B * self.T + 1].astype(np.int32)
+        return self.batch(self.order[self.next - 1])
+
+    def batch(self, i):
+        """This process's part of batch i."""
+        start = i * self.size + self.rank * self.B * self.T
+        end = start + self.B * self.T
+        self.where = f"{self.path}, tokens {start} to {end}"
+        window = self.tokens[start : end + 1].astype(np.int32)
         return window[:-1].reshape(self.B, self.T), window[1:].reshape(self.B, self.T)
 
 
@@ -1337,17 +1508,25 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message.removeprefix('argument ')}; --help lists the flags")
 
 
+def add_flag(parser, letter, name, kind, default, text):
+    """Give a parser the flag of a row of FLAGS."""
+    if isinstance(kind, tuple):
+        form = dict(choices=kind)
+    else:
+        convert = FLAG_TYPES.get(kind, kind)
+        form = dict(type=convert, metavar=convert.__name__.upper())
+    if kind == "switch":
+        form |= dict(nargs="?", const=1)  # the flag by itself
+    shown = "" if default is None else f" (default: {default})"
+    return parser.add_argument(*filter(None, (letter, name)), default=default, help=text + shown,
+                               **form)
+
+
 def parse_flags(arguments=None):
     """The flags of a command line."""
     parser = Parser(description="Train GPT-2 from raw kernels.", allow_abbrev=False)
-    for letter, name, *more in FLAGS:
-        kind, default, text = more
-        form = dict(choices=kind) if isinstance(kind, tuple) else dict(type=FLAG_TYPES[kind])
-        if kind == "switch":
-            form |= dict(nargs="?", const=1)  # the flag by itself
-        shown = "" if default is None else f" (default: {default})"
-        parser.add_argument(*filter(None, (letter, name)), default=default, help=text + shown,
-                            **form)
+    for row in FLAGS:
+        add_flag(parser, *row)
     return parser.parse_args(arguments)
 
 

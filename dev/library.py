@@ -84,6 +84,7 @@ class Model:
         for model.micro, batch in enumerate(batches):
             model.set_batch(batch)
             model.forward_pass()
+            model.loss_pass(with_gradient=True)
             model.backward_pass()
         model.micro = 0
         model.micros = 1
@@ -180,7 +181,7 @@ class Watched:
     """A run that calls callback(Step) instead of printing lines, until that returns something
     true."""
     callback = None
-    ends = False
+    enough = False  # whether callback said so
     val_loss = None
 
     def say(self, line):
@@ -192,14 +193,14 @@ class Watched:
     def report(self, queued, verdict):
         super().report(queued, verdict)
         step = Step(queued.number, verdict.loss, verdict.norm, float(queued.rate), self.val_loss)
-        self.ends = bool(self.callback(step)) or self.ends
+        self.enough = bool(self.callback(step)) or self.enough
 
     def validate(self, done):
         self.val_loss = super().validate(done)
         return self.val_loss
 
     def told_to_stop(self, done):
-        return super().told_to_stop(done) or self.ends
+        return super().told_to_stop(done) or self.enough
 
 
 def architecture_of(name):

@@ -173,7 +173,7 @@ def open_log(folder):
 def rate_of(step, steps, flags):
     """The trainer's learning rate of a step."""
     kinds = (Training,) if flags.schedule == "cosine" else (Scheduled, Training)
-    rates = type("Rates", kinds, {})(flags, None)
+    rates = type("Rates", kinds, {})(flags)
     rates.steps = steps
     return rates.learning_rate(step)
 

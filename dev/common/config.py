@@ -9,7 +9,7 @@ import numpy as np
 import train_gpt2
 from prepro_tinyshakespeare import EOT, UserError, data_paths, gpt2_encoding, make_header
 from train_gpt2 import (CHECKPOINT, HEADER_BYTES, KERNELS, STORED, TOKENS, check_config, check_size,
-                        matrices, read_config)
+                        check_tokens, matrices)
 
 
 def header_of_kinds(path, *kinds):
@@ -79,11 +79,6 @@ class Config(train_gpt2.Config):
         """Heads of keys and values: each query head has its own."""
         return self.NH
 
-    @classmethod
-    def from_file(cls, path):
-        """The config of a checkpoint. Raises UserError."""
-        return cls(*dataclasses.astuple(read_config(path)))
-
     def check(self, path):
         """Raise UserError unless the sizes make a model."""
         check_config(self, path)
@@ -101,21 +96,21 @@ class Config(train_gpt2.Config):
         """A checkpoint's headers."""
         return [make_header(self.FILE.magic, version, *dataclasses.astuple(self))]
 
+    def read_parameters(self, path):
+        return train_gpt2.read_parameters(path, self)
+
+    def checkpoint_parts(self, params, real):
+        return train_gpt2.checkpoint_parts(self, params, real)
+
 
 def read_parameters(path, c):
     """(name, values) of a checkpoint's tensors, mapped into memory as stored."""
-    header = header_of_kinds(path, c.FILE)
-    table = c.file_table(c.STORED[header[1]], header)
-    start = os.path.getsize(path) - sum(row.nbytes for row in table)
-    for row in table:
-        yield row.name, np.memmap(path, row.dtype, "r", start, row.whole_shape)
-        start += row.nbytes
+    return c.read_parameters(path)
 
 
 def checkpoint_parts(c, params, real):
     """A checkpoint: its headers, then the tensors."""
-    yield from c.headers(next(version for version, dtype in c.STORED.items() if dtype == real))
-    yield from c.file_parts(params, real)
+    return c.checkpoint_parts(params, real)
 
 
 def draw_parameters(c, seed):
@@ -138,14 +133,8 @@ def count_tokens(path, c=Config):
 def read_tokens(path, c):
     """The tokens of a token file, mapped into memory. Raises UserError."""
     count, dtype = count_tokens(path, c)
+    if dtype == c.TOKEN_FILES[TOKENS]:
+        return train_gpt2.read_tokens(path, c.V)
     tokens = np.memmap(path, dtype, "r", offset=HEADER_BYTES) if count else np.zeros(0, dtype)
     check_tokens(path, tokens, c.V)
     return tokens
-
-
-def check_tokens(path, tokens, V):
-    """Raise UserError unless all ids are below V."""
-    if tokens.size and not 0 <= tokens.min() <= tokens.max() < V:
-        bad = int(np.argmax((tokens < 0) | (tokens >= V)))
-        raise UserError(f"{path}: token {bad} is {tokens.flat[bad]}; expected ids below V = {V}, "
-                        "the model's vocabulary")

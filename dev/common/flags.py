@@ -3,13 +3,14 @@ import argparse
 import difflib
 import sys
 
-from train_gpt2 import FLAG_TYPES, Parser, number
+from train_gpt2 import FLAG_TYPES, Parser, add_flag, number
 
 NEAR = 0.75  # the least likeness to a flag, by difflib, of a word that may be a slip for it
 # What other trainers call a flag, if it is spelled too differently
 ELSEWHERE = {"--lr": "--learning-rate", "--wd": "--weight-decay", "--max-steps": "--steps",
              "--max-iters": "--steps"}
-TYPES = FLAG_TYPES | {"level": number(int, 0, 3)}
+OWN = {"level": number(int, 0, 3), "names": str}  # types that the trainer's flags lack
+TYPES = FLAG_TYPES | OWN
 
 
 class NearParser(Parser):
@@ -32,21 +33,15 @@ def parse_flags(description, table, arguments=None, defaults=True, groups=()):
     parser = group = NearParser(description=description, allow_abbrev=False,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.names = [name for _, name, *_ in table if name.startswith("--")]
-    for letter, name, *more in table:
-        kind, default, text = more[:3]  # a feature's Flag has more
+    for letter, name, kind, default, text, *_ in table:  # a feature's Flag has more
         group = parser.add_argument_group(groups[name]) if name in groups else group
-        if isinstance(kind, tuple):
-            form = dict(choices=kind)
-        elif kind == "names":
-            form = dict(nargs="+", metavar="NAME")
-        else:
-            convert = TYPES.get(kind, kind)
-            form = dict(type=convert, metavar=convert.__name__.upper())
-        if kind in ("switch", "level"):
-            form |= dict(nargs="?", const=1)  # the flag by itself
-        shown = "" if default is None else f" (default: {default})"
-        group.add_argument(*filter(None, (letter, name)), help=text + shown,
-                           default=default if defaults else None, **form)
+        action = add_flag(group, letter, name, OWN.get(kind, kind), default, text)
+        if kind == "level":
+            action.nargs, action.const = "?", 1
+        if kind == "names":
+            action.nargs, action.metavar = "+", "NAME"
+        if not defaults:
+            action.default = None
     return parser.parse_args(arguments)
 
 

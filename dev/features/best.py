@@ -21,7 +21,6 @@ import re
 from dev.common.config import checkpoint_parts
 from dev.features.checkpoints.checkpoint_files import FILES
 from dev.features.declare import Feature, Flag, Pair, trains
-from dev.features.signals import Stopped
 
 FILE = "best_{:08d}.bin"
 # best: the step of the lowest loss; waited: validations since; judged: the last one's step
@@ -55,6 +54,9 @@ class Judged:
     def saves(self, done):
         return super().saves(done) or self.gives_up()
 
+    def ends(self, done):
+        return super().ends(done) or self.gives_up()
+
     def pause(self, done, batches):
         super().pause(done, batches)
         if self.gives_up() and done < self.steps:
@@ -62,7 +64,6 @@ class Judged:
             self.say(f"stopped after {done} of {self.steps} steps: the lowest val loss is "
                      f"{lowest['loss']:.6f} after step {lowest['best']}, and {lowest['waited']} "
                      "validations since were not below it (--patience)")
-            raise Stopped
 
 
 class JudgedAndKept:

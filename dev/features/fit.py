@@ -5,9 +5,8 @@ import bisect
 
 from dev.common.host_memory import available_memory
 from dev.features.declare import Feature
-from dev.features.seams import size_of
 from prepro_tinyshakespeare import UserError
-from train_gpt2 import BF16, offsets
+from train_gpt2 import BF16, offsets, size_of
 
 # Bytes that the first step takes besides: CuPy, cuBLAS and the driver; on the CPU NumPy and
 # threads.
@@ -71,14 +70,6 @@ class Fitting:
 
 class FittingTraining:
     """A run that prints how much memory it takes."""
-
-    def choose_model(self):
-        """As Training.choose_model, and refuse a T that the model cannot have, before sizes of its
-        memory are printed."""
-        super().choose_model()
-        T, longest = self.T, getattr(self.config, "longest", self.config.maxT)
-        if T > longest:
-            raise UserError(f"-t {T}: expected at most maxT = {longest}: wpe has no more positions")
 
     def announce(self):
         super().announce()

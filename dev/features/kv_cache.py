@@ -346,7 +346,7 @@ class Cached:
         self.added = None
         for l, weights in enumerate(self.weights):
             self.token_layer(l, weights)
-        self.norm_and_linear(now.logits, p.lnfw, getattr(p, "lnfb", None), self.head)
+        self.norm_and_linear(now.logits, p.lnfw, getattr(p, "lnfb", None), self.head.w)
 
     def run_phases(self, first, end, drawn=0):
         """Launch token_pass for one of its phases or all: the embedding, PHASES of each layer, the
@@ -365,7 +365,7 @@ class Cached:
         now, c, p, rows = self.now, self.config, vars(self.params), self.now.rows
         hidden = getattr(now, self.HIDDEN)
         given = p | vars(now) | dict(
-            head=self.head, rope=getattr(self.cache, "rope", None), drawn=drawn,
+            head=self.head.w, rope=getattr(self.cache, "rope", None), drawn=drawn,
             parts=self.cache.parts, arrived=self.cache.arrived, words=self.cache.words,
             ended=self.cache.ended, keys=self.cache.keys[0, rows],
             values=self.cache.values[0, rows], B=now.count, L=c.L, C=c.C, H=hidden.shape[-1],

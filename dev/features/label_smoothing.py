@@ -22,10 +22,10 @@ class Smoothed:
         if not with_gradient:
             super().loss_forward(rows, logits)
             return
-        c, a, N = self.config, self.acts, len(logits)
-        targets, dloss = self.batch.targets.reshape(-1)[rows], 1 / (len(a.losses) * self.micros)
-        self.device.launch("smoothed_classifier", N, logits, a.losses[rows], targets, dloss,
-                           self.flags.label_smoothing, N, c.V, c.Vp)
+        c, N = self.config, len(logits)
+        targets = self.batch.targets.reshape(-1)[rows]
+        self.device.launch("smoothed_classifier", N, logits, self.acts.losses[rows], targets,
+                           self.token_weight(), self.flags.label_smoothing, N, c.V, c.Vp)
 
 
 FEATURE = Feature(

@@ -163,12 +163,13 @@ class Masked:
         super().sum_last()
         self.ranks.via.sum(self.adam.counted)
 
-    def norm_of(self, gradients, n):
+    def norm_of(self, gradients):
         """Make gradients and loss means over the targets that count, and then the norm."""
         tokens = self.BT[0] * self.BT[1] * self.micros
+        n = gradients.nbytes // 4
         self.device.launch("scale_by_counted", n, gradients, self.adam.verdict, self.adam.counted,
                            tokens, n)
-        super().norm_of(gradients, n)
+        super().norm_of(gradients)
 
     def judge(self):
         super().judge()
@@ -196,8 +197,8 @@ class MaskedTraining:
             self.say(f"WARNING: -t {self.T}: the conversations lie in rows of {row} tokens: "
                      "some answers lose their prompt; expected a multiple of that")
 
-    def length_given(self):
-        return super().length_given() or self.row or None
+    def find_length(self):
+        return super().find_length() or self.row or None
 
     def settled(self):
         return super().settled() | dict(mask=1)  # --replay and -y 1 may not find the files

@@ -45,8 +45,6 @@ class Bf16Moments(Counted):
 
     def adamw(self, parameters, low, gradients, m, v):
         n, a = gradients.nbytes // 4, self.adam
-        self.norm_of(gradients, n)
-        self.judge()
         self.device.launch("adamw_bf16", n, parameters, low, gradients, m, v, a.starts, a.decayed,
                            a.decayed.size, n, a.settings, a.verdict, a.places, a.counter)
 

@@ -366,8 +366,6 @@ class Muon:
 
     def adamw(self, parameters, low, gradients, m, v):
         """Muon on the hidden matrices, AdamW on the rest."""
-        self.norm_of(gradients, gradients.nbytes // 4)
-        self.judge()
         params = parameters.view(self.device.real)
         low = None if low is None else low.view(LOW)
         grads, m, v = gradients.view(np.float32), m.view(np.float32), v.view(np.float32)

@@ -22,7 +22,7 @@ def titled(name):
 
 
 # {method: a function of the object and the arguments that gives the title of its range}
-PASSES = "forward_pass", "backward_pass", "update_pass"
+PASSES = "forward_pass", "loss_pass", "backward_pass", "update_pass"
 MODEL = {"train_step": lambda model, *batches, **adamw: f"step {model.step + 1}",
          **{name: titled(name) for name in (*PARTS, *PASSES)}}
 DEVICE = {"launch": lambda device, name, *args, **more: name,

@@ -35,13 +35,13 @@ FEATURES = [
     hellaswag_score.FEATURE, overfit.FEATURE, fp8_head.FEATURE, fp8.FEATURE,
     config_file.FEATURE, loggers.FEATURE, json_log.FEATURE, best.FEATURE, outliers.FEATURE,
     masked.FEATURE, bf16_sums.FEATURE, zero.FEATURE, ranks.FEATURE, sample.CONTROLLED,
-    training.KEPT, training.RESUMED, signals.FEATURE, tokenizer.FEATURE, dropout.FEATURE,
-    replay.FEATURE, ema.FEATURE, symmetric.FEATURE, muon.FEATURE, moments.FEATURE, recompute.INSIDE,
-    recompute.LAYERS, label_smoothing.FEATURE, recompute.HINT, fit.FEATURE, first_run.FEATURE,
-    own_sizes.FEATURE, fp8_gelu.FEATURE, fp8_all.FEATURE, fp8_all_llama.FEATURE,
+    training.KEPT, training.RESUMED, first_run.INTERRUPTED, signals.FEATURE, tokenizer.FEATURE,
+    dropout.FEATURE, replay.FEATURE, ema.FEATURE, symmetric.FEATURE, muon.FEATURE, moments.FEATURE,
+    recompute.INSIDE, recompute.LAYERS, label_smoothing.FEATURE, recompute.HINT, fit.FEATURE,
+    first_run.FEATURE, own_sizes.FEATURE, fp8_gelu.FEATURE, fp8_all.FEATURE, fp8_all_llama.FEATURE,
     fp8.PRODUCTS, relu_attention.FEATURE, schedule.FEATURE, shuffled_loader.FEATURE,
-    late_reports.FEATURE, attention_five.FEATURE, gelu_products.FEATURE, swiglu_products.FEATURE,
-    fused_biases.FEATURE, products.FEATURE, devices.NO_GRAPH, devices.CPU]
+    late_reports.FEATURE, gelu_products.FEATURE, swiglu_products.FEATURE, fused_biases.FEATURE,
+    attention_five.FEATURE, products.FEATURE, devices.NO_GRAPH, devices.CPU]
 FLAGS = [flag for feature in FEATURES for flag in feature.flags]
 SOURCES = [*dict.fromkeys(path for feature in FEATURES for each in (feature, *feature.pairs)
                           for path in each.sources)]
@@ -128,9 +128,10 @@ def attach(flags, Training, Model, ranks=None, folder=None):
                  for layer in layers]
     plain = devices.Cuda if flags.plain else devices.FastCuda
     Device = stack(devices.ON_CPU.get(flags.device, plain), on_device)
-    own = dict(ranks=ranks, folder=folder, layers=layers, Device=Device)
-    return (stack(Training, (layer.training for layer in layers), own),
-            stack(Model, (layer.model for layer in layers), dict(ranks=ranks, flags=flags)))
+    model = stack(Model, (layer.model for layer in layers), dict(ranks=ranks, flags=flags))
+    own = dict(ranks=ranks, folder=folder, layers=layers, Device=Device, Model=model)
+    of_run = [*(layer.training for layer in layers), Model.Training]
+    return stack(Training, of_run, own), model
 
 
 def check_needs(flags, table):
@@ -186,7 +187,7 @@ def make_training(flags, table, Model, ranks=None, front=()):
         folder = RunFolder(flags, ranks, Model.Config, table, FEATURES)
         flags = folder.flags  # with -y 1 those of the run, too
     training, model = classes_of(flags, table, Model, ranks, folder)
-    return stack(training, front)(model.flags, model)
+    return stack(training, front)(model.flags)
 
 
 def main(arguments=None, Model=GPT2):

@@ -26,8 +26,8 @@ class OwnSizes:
         self.data_paths()  # finds the vocabulary beside the data, and whether it is a checkpoint's
         if self.vocabulary and not self.from_file:
             self.config = self.config.with_words(len(self.vocabulary.words))
-        if own and self.length_given() and type(self.config) is Config:  # others need no positions
-            self.config = dataclasses.replace(self.config, maxT=self.length_given())
+        if own and self.find_length() and type(self.config) is Config:  # others need no positions
+            self.config = dataclasses.replace(self.config, maxT=self.find_length())
 
     def data_paths(self):
         """As Training.data_paths, looked up once."""

@@ -18,23 +18,13 @@ import contextlib
 from pathlib import Path
 
 from dev.features.declare import Feature, Flag, Pair
+from dev.features.seams import SharedLayers
 
 SOURCE = Path(__file__).resolve().with_suffix(".cu")
 LLAMA_SOURCE = SOURCE.with_name("recompute_llama.cu")
 
 
-class Shared:
-    """All layers share one tensor for each of the activations with these names."""
-    SHARED = ()
-
-    @classmethod
-    def tables(cls, c, device, B, T):
-        tables = super().tables(c, device, B, T)
-        return tables | {"activations": [row._replace(layers=1) if row.name in cls.SHARED else row
-                                         for row in tables["activations"]]}
-
-
-class RecomputeInside(Shared):
+class RecomputeInside(SharedLayers):
     """Level 1."""
     SHARED = "ln1", "ln2", "fch_gelu"
 
@@ -62,7 +52,7 @@ class LlamaInside:
         self.hidden_forward(y, a)
 
 
-class RecomputeLayers(Shared):
+class RecomputeLayers(SharedLayers):
     """Level 2: before a layer's backward pass comes its forward pass again, without attention, of
     which atty and lse are kept, and without the last product, whose result nobody would read.
 

@@ -132,6 +132,7 @@ def repeat(model, batches):
             model.set_batch(batch)
             with Watch(model):
                 model.forward_pass()
+                model.loss_pass(with_gradient=True)
                 model.backward_pass()
     except Found as e:
         return f"the first number that is not finite is {e}; micro-batch {model.micro}"
@@ -277,7 +278,7 @@ def replay(flags, table, attach):
     left_open = {name for name, value in vars(flags).items() if value is None}
     restored = {name: before[name] for name in left_open & before.keys()}
     Training, Model = attach(with_values(flags, **(restored | own)))
-    training = Training(Model.flags, Model)
+    training = Training(Model.flags)
     training.choose_model()
     training.device = training.make_device()
     model = training.make_model()

@@ -39,28 +39,22 @@ def check_pair(given, paths):
 
 
 class FilesLoader(DataLoader):
-    """Batches of the token files that match a pattern, epoch after epoch. The last, partial batch
-    of each file is skipped."""
+    """Batches of the token files that match a pattern, epoch after epoch: the trainer's loader of
+    one of them after the other. The last, partial batch of each file is skipped."""
 
     def __init__(self, pattern, B, T, c, shuffle=None, rank=0, count=1):
-        self.pattern, self.paths, self.rank = pattern, paths_of(pattern), rank
-        self.B, self.T, self.c = B, T, c
-        self.size = count * B * T  # of a batch
-        counts = [count_tokens(path, c)[0] for path in self.paths]
-        for path, tokens in zip(self.paths, counts):
-            if tokens <= self.size:
-                raise UserError(f"{path}: {tokens:,} tokens; expected {self.size + 1:,} or more, a "
-                                "batch and one: a longer file, or a smaller -b or -t")
-        self.total, self.batches_of = sum(counts), [(n - 1) // self.size for n in counts]
-        self.per_epoch = sum(self.batches_of)  # of an epoch
-        self.shuffle = len(counts) > 1 if shuffle is None else shuffle
+        self.pattern, self.paths, self.c = pattern, paths_of(pattern), c
+        self.sizes = B, T, rank, count
+        self.shuffle = len(self.paths) > 1 if shuffle is None else shuffle
         self.rng = np.random.RandomState(42 + rank)
-        self.files, self.path = self.permuted(range(len(counts))), None
-        self.restart()
+        self.files = self.permuted(range(len(self.paths)))
+        self.path = None
+        self.open(0)
 
     def __str__(self):
-        files = f" in {len(self.paths)} files" if len(self.paths) > 1 else ""
-        return f"{self.pattern}: {self.total:,} tokens{files}"
+        if len(self.paths) == 1:
+            return super().__str__()
+        return f"{self.pattern}: {self.total:,} tokens in {len(self.paths)} files"
 
     def inputs(self):
         """The paths of all files that batches come from: the same on all ranks, and in a run that
@@ -76,39 +70,40 @@ class FilesLoader(DataLoader):
             items[i], items[j] = items[j], items[i]
         return items
 
-    def restart(self):
-        self.open(0)
-
     def open(self, place):
         """Go to the first batch of the file at a place in this epoch's order."""
-        self.place, self.next, path = place, 0, self.paths[self.files[place]]
+        self.place, path = place, self.paths[self.files[place]]
         if path != self.path:
-            self.path, self.tokens = path, read_tokens(path, self.c)
+            self.read(path)
+        super().restart()
         self.order = self.permuted(range(self.batches_of[self.files[place]]))
+
+    def read(self, path):
+        """Become the trainer's loader of a file, and count the tokens and batches of all."""
+        super().__init__(path, read_tokens(path, self.c), *self.sizes)
+        counts = [count_tokens(each, self.c)[0] for each in self.paths]
+        for each, count in zip(self.paths, counts):
+            self.check(each, count)
+        self.batches_of = [(n - 1) // self.size for n in counts]
+        self.total, self.per_epoch = sum(counts), sum(self.batches_of)
+
+    def restart(self):
+        self.open(0)
 
     def position(self):
         """Where the next batch is, for a checkpoint."""
         return SimpleNamespace(place=self.place, next=self.next, files=self.files, order=self.order,
                                shuffle=self.shuffle, rng=self.rng.get_state())
 
+    def next_batch(self):
+        if self.next == len(self.order):
+            self.next_file()
+        return super().next_batch()
+
     def next_file(self):
         if self.place + 1 == len(self.files):
             self.files = self.permuted(self.files)
         self.open((self.place + 1) % len(self.files))
-
-    def next_batch(self):
-        if self.next == len(self.order):
-            self.next_file()
-        self.next += 1
-        return self.batch(self.order[self.next - 1])
-
-    def batch(self, i):
-        """This rank's part of a file's batch i."""
-        slot = self.B * self.T
-        start = i * self.size + self.rank * slot
-        self.where = f"{self.path}, tokens {start} to {start + slot}"  # for reports of errors
-        window = self.tokens[start : start + slot + 1].astype(np.int32)
-        return window[:-1].reshape(self.B, self.T), window[1:].reshape(self.B, self.T)
 
 
 class Shuffled:
@@ -121,11 +116,16 @@ class Shuffled:
         check_pair(given, paths)
         return paths
 
-    def loader(self, path, B, T, *ranks):
-        if not ranks:  # of a validation, in smaller batches if its file is short
-            shortest = min(count_tokens(each, self.config)[0] for each in paths_of(path))
-            return self.Loader(path, max(1, min(B, (shortest - 1) // T)), T, self.config, 0)
-        return self.Loader(path, B, T, self.config, self.flags.shuffle, *ranks)
+    def loader(self, path, trains):
+        """As the trainer's, of several files; or the trainer's, if that is enough."""
+        B, paths = self.flags.batch_size, paths_of(path)
+        if trains:
+            return self.Loader(path, B, self.T, self.config, self.flags.shuffle, self.rank,
+                               self.count)
+        if len(paths) == len(self.config.TOKEN_FILES) == 1 and self.Loader is FilesLoader:
+            return super().loader(paths[0], trains)
+        shortest = min(count_tokens(each, self.config)[0] for each in paths)
+        return self.Loader(path, max(1, min(B, (shortest - 1) // self.T)), self.T, self.config, 0)
 
     def settled(self):
         return super().settled() | dict(shuffle=int(self.train_data.shuffle))

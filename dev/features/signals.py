@@ -20,16 +20,12 @@ def numbers():
     return [signal.SIGINT, signal.SIGTERM, signal.SIGHUP][: 2 if ignored else 3]
 
 
-class Stopped(Exception):
-    """Leaves the loop: a signal has come, and the weights are saved."""
-
-
 class Stoppable:
     """Training that a signal can stop."""
     program = True  # and no library call
 
-    def __init__(self, flags, Model):
-        super().__init__(flags, Model)
+    def __init__(self, flags):
+        super().__init__(flags)
         self.signals = []  # the numbers of the signals that have come
         self.stopping = False  # whether the run ends because of one
         self.watched, self.doing = False, ""  # whether no step is finished yet, and why
@@ -47,8 +43,7 @@ class Stoppable:
                 self.handlers.callback(signal.signal, number, signal.signal(number, self.stop))
             if self.program:
                 self.begin()
-        with contextlib.suppress(Stopped):
-            super().train()
+        super().train()
         if self.signals:
             self.say(f"interrupted after {self.model.step} of {self.steps} steps; "
                      f"{self.what_is_left()}")
@@ -97,9 +92,10 @@ class Stoppable:
         self.stopping = self.told_to_stop(done)
         self.doing = "it validates (-v 0: never)"
         super().pause(done, batches)
-        if self.stopping:
-            raise Stopped
         self.doing = f"it computes {self.total_batch:,} tokens (-d)"
+
+    def ends(self, done):
+        return super().ends(done) or self.stopping
 
     def validates(self, done):
         return super().validates(done) and not self.stopping

@@ -33,12 +33,13 @@ def say(line):
 class Terminal:
     """Training with the bar, an estimate after twenty steps, and a summary at the end."""
 
-    def __init__(self, flags, Model):
-        super().__init__(flags, Model)
+    def __init__(self, flags):
+        super().__init__(flags)
         self.times, self.losses = [], []  # of the steps of this run
 
     def say(self, line):
-        say(line)
+        progress()
+        super().say(line)
 
     def train(self):
         super().train()

@@ -27,6 +27,7 @@ values; H, hidden channels of the MLP.
 """
 import dataclasses
 import math
+import os
 import re
 from pathlib import Path
 
@@ -34,13 +35,13 @@ from prepro_tinyshakespeare import EOT, UserError, data_paths, make_header, run_
 
 import numpy as np  # after prepro_tinyshakespeare, which sets how its threads wait
 
-from dev.common.config import Config, padded, read_parameters, sizes_of
+from dev.common.config import Config, draw_parameters, padded, read_parameters, sizes_of
 from dev.features.file_kinds import checked_header
 from dev.features.seams import GPT2
 from dev.features.shuffled_loader import paths_of
 from dev.features.tokenizer import encoding_of_model, words_of_model
 from dev.llama3.tokens import BEGIN_ID, LLAMA_TOKENS, encoding, tokenizer_here, vocabulary
-from train_gpt2 import (HEADER_BYTES, PARTIAL_ROWS, FileKind, Row, ceil_div, check_size,
+from train_gpt2 import (BF16, HEADER_BYTES, PARTIAL_ROWS, FileKind, Row, ceil_div, check_size,
                         logit_rows, matrices, to_float)
 
 HERE = Path(__file__).resolve().parent
@@ -83,7 +84,6 @@ class Config3(Config):
     DESCRIPTORS = f"{', '.join(META)}, or llama3:d12 and the like"
     SIZES = {"LxNHxC": "6x6x384", "LxNHxNKVxC": "6x6x2x384"}  # of one's own
     PADDED = ("wte", "lm_head")
-    longest = math.inf  # of a sequence
     EOT = property(lambda self: BEGIN_ID if self.has_llamas_words else EOT)
 
     def __post_init__(self):
@@ -190,6 +190,9 @@ class Config3(Config):
             if not ok:
                 raise UserError(f"{path}: {self}; expected {wish}")
 
+    def check_length(self, T):
+        """RoPE has positions for any T."""
+
     def words(self):
         """{token id: its bytes}; for Llama's words, from the tokenizer in the current folder; {} if
         they are not known."""
@@ -220,6 +223,20 @@ class Config3(Config):
         floats[:3] = self.ffn_multiplier, self.eps, self.theta
         return [make_header(self.FILE.magic, version, self.maxT, self.V, self.L, self.NH, self.NKV,
                             self.C, self.multiple_of, self.scaled, 3, self.minor), floats]
+
+    def read_parameters(self, path):
+        """(name, values) of a checkpoint's tensors, mapped into memory as stored."""
+        header = checked_header(path, self.FILE)
+        table = self.file_table(self.STORED[header[1]], header)
+        start = os.path.getsize(path) - sum(row.nbytes for row in table)
+        for row in table:
+            yield row.name, np.memmap(path, row.dtype, "r", start, row.whole_shape)
+            start += row.nbytes
+
+    def checkpoint_parts(self, params, real):
+        """A checkpoint: its headers, then the tensors."""
+        yield from self.headers(5 if real == BF16 else 3)
+        yield from self.file_parts(params, real)
 
     def switches(self):
         """As Config.switches; GROUP query heads share a head of keys and values."""
@@ -315,16 +332,33 @@ def rmsnorm_backward_launch(device, N):
     return min(N, 2 * device.multiprocessors, PARTIAL_ROWS), min(96 * 1024, device.max_shared)
 
 
+class Llama3Training:
+    """The run of such a model."""
+
+    def find_model(self):
+        file, descriptor = Config3.MODELS
+        return self.flags.model or (file if os.path.isfile(file) else descriptor)
+
+    def data_paths(self):
+        return self.config.data_paths(self.flags.train_data, self.flags.val_data)
+
+    def first_parameters(self):
+        c = self.config
+        return c.read_parameters(self.name) if self.from_file else draw_parameters(
+            c, self.flags.seed)
+
+
 class Llama3(GPT2):
     """Llama 3 on a device: GPT2 with other layers, another beginning and another end."""
     Config = Config3
+    Training = Llama3Training
 
     def __init__(self, config, *args, **keywords):
         super().__init__(config, *args, **keywords)
         self.head = self.head._replace(w=self.params.lm_head, dw=self.grads.lm_head)
 
     def check(self, config, device, B, T):
-        """Nothing to check: RoPE has positions for any T."""
+        """Nothing to check: its norms need less shared memory than GPT-2's."""
 
     def whole_views(self, arena):
         """As GPT2's, with the names that tensors have in files too."""

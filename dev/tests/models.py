@@ -205,6 +205,7 @@ def gradients(model, *batches):
     for model.micro, batch in enumerate(batches):
         model.set_batch(pack_batch(*batch))
         model.forward_pass()
+        model.loss_pass(with_gradient=True)
         model.backward_pass()
     model.micro = 0
     names = (row.name for row in model.config.parameter_table())

@@ -117,7 +117,7 @@ def test_model(device_name):
         with noted(device, launched):
             for B, T in ((2, 300), (1, 140)):
                 of_model.set_batch(pack_batch(*np.zeros((2, B, T), np.int32)))
-                a, back = of_model.layers[0][2], of_model.back
+                a, back = of_model.layers[0][1], of_model.back
                 for array in (a.qkv, back.dinp):
                     device.put(array, to_bf16(np.float32(draw.standard_normal(array.shape))))
                 of_model.attention_forward(a.atty, a.lse, a.qkv)
@@ -170,7 +170,7 @@ def test_llama(device_name):
         shares = (None, 1, 2, 4)[i]
         model.set_batch(pack_batch(*np.zeros((2, B, T), np.int32)))
         model.embedding_forward()  # makes RoPE's table
-        a, back = model.layers[0][2], model.back
+        a, back = model.layers[0][1], model.back
         for array, value in zip((a.qkv, back.dinp), values):
             device.put(array, value)
         model.attention_forward(a.atty, a.lse, a.qkv)

@@ -200,7 +200,11 @@ def test_llama(device_name):
         for name, value in gradients(again, *given).items():
             yield f"--recompute {level}: d{name}", value, found[name], (
                 EXACT if device_name != "cuda" else 1e-5)
-    check("sites", len({*model.sites.values()}) == 2 * c.L + 1, model.sites)
+    sites = []
+    model.drop = lambda kernel, out, inp, site: sites.append(site)
+    gradients(model, *given)
+    check("each site forward, and backward", sites == [*range(2 * c.L + 1),
+                                                       *reversed(range(2 * c.L + 1))], sites)
 
 
 def test_ranks_and_micro_batches(device_name):
@@ -266,7 +270,7 @@ def test_steps_again():
     given = "--dropout", "0.5", "--seed", "7"
     flags = parse_flags("", order.FLAGS, given)
     Run, Model = order.attach(flags, Training, GPT2)
-    training = Run(Model.flags, Model)
+    training = Run(Model.flags)
     model = dropped_model("emulated")
     training.set_state(model, {"step": 2})
     check("--replay: step 3", model.adam.counter.tolist() == [7, 3], model.adam.counter)

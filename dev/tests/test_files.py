@@ -31,7 +31,7 @@ from dev.tests.models import (AUTOCAST_FLOOR, AUTOCAST_MARGIN, DEBUG_STATE, FIXT
 from dev.tests.folders import byte_encoding
 from prepro_tinyshakespeare import UserError, replace_file, write_tokens
 from train_gpt2 import (BF16, TOKENS, DataLoader, batch_table, carve, coins, draw_token,
-                        pack_batch, read_header, to_float)
+                        pack_batch, read_header, read_tokens, to_float)
 
 # ---- Files
 
@@ -44,7 +44,8 @@ GOOD_FILES = {
     "GPT-2 checkpoint": (Config.FILE, dataclasses.astuple(SMALL), PARAMETERS, Config.from_file),
     "debug state": (DEBUG_STATE[Config], (2, 8), STATE + PARAMETERS,
                     lambda path: read_debug_state(path, SMALL)),
-    "token file": (TOKENS, (100,), 200, lambda path: DataLoader(path, 2, 8, SMALL.V)),
+    "token file": (TOKENS, (100,), 200,
+                   lambda path: DataLoader(path, read_tokens(path, SMALL.V), 2, 8)),
     "tokenizer": (TOKENIZER, (100, 99), 100, read_vocabulary),
 }
 # The message has what was found and what was expected of these.
@@ -214,7 +215,7 @@ def test_good_files(device_name, folder):
     with contextlib.redirect_stdout(None):
         write_tokens(path, tokens)
     check("token file: its header", read_header(path, TOKENS) == [20240520, 1, 41] + 253 * [0])
-    data = DataLoader(path, 2, 8, SMALL.V)
+    data = DataLoader(path, read_tokens(path, SMALL.V), 2, 8)
     for start in (0, 16, 0):
         batch = [tokens[i : i + 16].reshape(2, 8) for i in (start, start + 1)]
         check(f"token file: the batch from {start}", np.array_equal(data.next_batch(), batch))
@@ -294,12 +295,12 @@ def test_schedules(device_name, folder):
     for kind, rates in SCHEDULES.items():
         flags = SimpleNamespace(learning_rate=6e-4, warmup=700, final_fraction=0.1, schedule=kind)
         layers = (Training,) if kind == "cosine" else (Scheduled, Training)
-        rates_of = type("Rates", layers, {})(flags, None)
+        rates_of = type("Rates", layers, {})(flags)
         rates_of.steps = 18865
         found = [rates_of.learning_rate(step)
                  for step in (0, 699, 700, 5000, 9432, 15092, 15093, 18864)]
         yield kind, np.float32(found), np.float32(rates), EXACT
-    flat = Training(SimpleNamespace(learning_rate=3e-4, warmup=0, final_fraction=1.0), None)
+    flat = Training(SimpleNamespace(learning_rate=3e-4, warmup=0, final_fraction=1.0))
     flat.steps = 3
     rates = [flat.learning_rate(step) for step in range(3)]
     yield "by default", np.float32(rates), np.float32([3e-4] * 3), EXACT
@@ -379,9 +380,8 @@ def test_token_order(device_name, folder):
 
     in_order = [0 + 16 * i for i in range(12)] + [1000 + 16 * i for i in range(5)] + [2000]
     one, several = str(folder / "part_0.bin"), str(folder / "part_*.bin")
-    for Loader in (DataLoader, FilesLoader):
-        found = starts(Loader(one, 2, 8, WORDS if Loader is FilesLoader else WORDS.V), 13)
-        yield (f"one file, in order, {Loader.__name__}", np.array(found),
+    for data in (DataLoader(one, read_tokens(one, WORDS.V), 2, 8), FilesLoader(one, 2, 8, WORDS)):
+        yield (f"one file, in order, {type(data).__name__}", np.array(starts(data, 13)),
                np.array([*in_order[:12], 0]), EXACT)
     shuffled = [16 * i for i in (1, 0, 9, 10, 5, 8, 3, 2, 4, 11, 7, 6)]
     yield ("one file, shuffled", np.array(starts(FilesLoader(one, 2, 8, WORDS, True), 12)),

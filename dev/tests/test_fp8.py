@@ -408,6 +408,7 @@ def test_layers(device_name):
 
     model.forward_pass()
     model.weight_backward = spy
+    model.loss_pass(with_gradient=True)
     model.backward_pass()
     check("products", len(seen) == 8, [*seen])
     order = [row.name for row in fp8.fp8_rows(model.config)]
@@ -568,6 +569,7 @@ def test_products(device_name):
                eight[0] @ eight[1].T + to_float(place.get(of.b)), 3e-3)
     largest = lambda array: abs(to_float(place.get(array))).max()
     inputs = largest(a.ln2), largest(a.fch_gelu)
+    model.loss_pass(with_gradient=True)
     model.backward_pass()
     i = order.index("qkvw") * model.config.L  # layer 0, whose dqkv and dln1 are still in memory
     dqkv, w = (to_float(place.get(array)) for array in (model.back.dqkv, model.params.qkvw[0]))

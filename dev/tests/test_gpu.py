@@ -112,7 +112,8 @@ def test_profiler_ranges(device_name, folder):
     step = [path for path in nvtx.all if path[0] == "step 1"]
     check("ranges: all are closed", not nvtx.open and len(step) > 80, f"{nvtx.open} {len(step)}")
     passes = [path[1] for path in step if len(path) == 2]
-    check("ranges: passes", passes == ["forward_pass", "backward_pass", "update_pass"], passes)
+    check("ranges: passes", passes == [
+        "forward_pass", "loss_pass", "backward_pass", "update_pass"], passes)
     for l in (0, 1):
         own = [path[3] for path in step
                if path[1:3] == ("backward_pass", f"layer_backward {l}") and len(path) == 4]

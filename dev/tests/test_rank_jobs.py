@@ -75,7 +75,7 @@ def test_refusals(device_name, folder):
             (r"rank 1 on .*: the file gpt2_tiny.bin is \w+, and on rank 0 \w+: exp", elsewhere,
              "-e", TINY.name),
             (r"rank 1 on .*: the file prepro_tinyshakespeare.py is \w+, and on", others_code),
-            (r"-d 40: expected a multiple of ranks\*B\*T = 16", "", "-d", 40),
+            (r"-d 40: expected a multiple of processes\*B\*T = 16", "", "-d", 40),
             (r"part_train_1.bin: 149 tokens; expected 161", "", "-i", folder / "part_train_1.bin",
              "-b", 10),
             *[("several ranks on CPUs need MPI, which is not there",

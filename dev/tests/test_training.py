@@ -153,7 +153,8 @@ def test_validations(folder):
                 flags = parse_flags("", FLAGS, arguments, defaults=False)
                 flags, _ = with_defaults(flags, FLAGS, Config)
                 Run, _ = attach(flags, Training, OneToken, ranks)
-                Run(flags, OneToken).run()
+                Run.Model = OneToken  # as it is, without the classes of features
+                Run(flags).run()
 
             jobs = [threading.Thread(target=work, args=(rank,)) for rank in range(count)]
             with mock.patch("dev.features.ranks.ranks.RankedTraining.check_same",

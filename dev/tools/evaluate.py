@@ -94,10 +94,8 @@ def main(arguments=None):
         raise UserError("--input: expected a text file; --help lists the flags")
     flags.model = checkpoint_of(flags.model)
     architecture, c = find_architecture(flags.model)
-    longest = getattr(c, "longest", c.maxT)
     T = flags.seq_len or min(c.maxT, LONGEST)
-    if T > longest:
-        raise UserError(f"-t {T}: expected at most maxT = {longest}: wpe has no more positions")
+    c.check_length(T)
     stride = flags.stride or T
     if stride > T:
         raise UserError(f"--stride {stride}: expected at most T = {T} (-t): tokens between two "

@@ -79,8 +79,11 @@ def main(arguments=None):
     check_vocabulary(vocabulary_of_checkpoint(flags.model), flags.data)
     examples = read_examples(flags.data, c.V, flags.seq_len)
     most = max(example.longest for example in examples)
-    enough = min(getattr(c, "longest", c.maxT), -(-(most + 1) // PADDING) * PADDING)
+    enough = -(-(most + 1) // PADDING) * PADDING
+    if architecture is GPT2:  # others need no positions
+        enough = min(c.maxT, enough)
     B, T = flags.batch_size, flags.seq_len or enough
+    c.check_length(T)
     device = device_of(flags, c)
     print(f"device       | {device} (--device, --dtype)")
     print(f"model        | {flags.model} (-e), {c}")

@@ -7,8 +7,8 @@ from dev.features.declare import Feature, Flag, trains
 class Resumed:
     """A run that starts from its folder's checkpoint, if there is one."""
 
-    def model_given(self):
-        return str(self.folder.checkpoint or "") or super().model_given()
+    def find_model(self):
+        return str(self.folder.checkpoint or "") or super().find_model()
 
 
 class Kept(Resumed):

@@ -414,6 +414,7 @@ class Fp8Model:
         for self.micro, batch in enumerate(batches):
             self.set_batch(batch)
             self.forward_pass()
+            self.loss_pass(with_gradient=True)
             self.backward_pass()
         self.micro, self.micros = 0, 1
 

@@ -26,25 +26,24 @@ import numpy as np
 
 from dev.features.declare import Feature
 from dev.features.fp8.fp8 import GRADIENT, INPUT, READERS, TILE, padded, transposed
+from dev.features.seams import SharedLayers
 from train_gpt2 import Row, carve, ceil_div
 
-SHARED = "ln1", "ln2", "fch_gelu"  # bf16 arrays for a run's first step; fch_gelu has dgelu, too
 TWINS_ONLY = {(INPUT, "qkv"), (INPUT, "fc"), (INPUT, "fcproj"), (GRADIENT, "fc"), (GRADIENT, "qkv")}
 LONG_SUM = 16384  # sums over this many tokens or more are promoted
 
 
-class Fp8All:
+class Fp8All(SharedLayers):
     """GPT-2 with such layers. It stands behind Fp8Model, which says which tensor is written, and in
     front of Fp8Products and FusedBiases. In the first step's passes in bf16, layers share their
     inputs, so weights get wrong gradients, which nobody reads; those of activations are right."""
+    SHARED = "ln1", "ln2", "fch_gelu"  # bf16, for the first step; fch_gelu has dgelu, too
 
     @classmethod
     def tables(cls, c, device, B, T):
         tables, N, C = super().tables(c, device, B, T), B * T, c.C
         stride, each = padded(N), dict(dtype=np.uint8, layers=c.L)
         return tables | {
-            "activations": [row._replace(layers=1) if row.name in SHARED else row
-                            for row in tables["activations"]],
             "fp8 kept": [  # transposed twins of linear layers' inputs, with tokens along the rows
                 Row("qkv", (C, stride), **each), Row("attproj", (C, stride), **each),
                 Row("fc", (C, stride), **each), Row("fcproj", (4 * C, stride), **each),

@@ -63,7 +63,7 @@ class Fp8Head:
             return
         c, a, N = self.config, self.acts, len(logits)
         blocks, room, shared = classifier_launch(self.device, N, c.Vp, with_gradient)
-        targets, dloss = self.batch.targets.reshape(-1)[rows], 1 / (len(a.losses) * self.micros)
+        targets, dloss = self.batch.targets.reshape(-1)[rows], self.token_weight()
         self.device.launch("classifier_to_fp8", blocks, self.dlogits8[:N], self.scale8(GRADIENT),
                            a.losses[rows], logits, targets, dloss, N, c.V, c.Vp, room,
                            shared=shared)

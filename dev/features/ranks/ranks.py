@@ -24,6 +24,7 @@ import numpy as np
 from dev.common.flags import with_values
 from dev.features.declare import Feature, Flag
 from dev.features.ranks.collectives import Mpi, Nccl
+from dev.features.shuffled_loader import paths_of
 
 PIECE = 8  # numbers: 16 bytes in bf16, which kernels load together
 EMBEDDINGS = "wte", "wpe"  # their gradients are complete last
@@ -167,6 +168,7 @@ class Ranked:
         tokens = np.random.default_rng(0).integers(0, self.config.V, (B, self.T), np.int32)
         self.forward(tokens, tokens)
         if backward:
+            self.loss_pass(with_gradient=True)
             self.backward_pass()
             self.verdict()
 
@@ -211,8 +213,8 @@ class RankedTraining:
     """The run of one of several ranks, a mixin of Training. The class has an attribute `ranks`."""
     rank, count = Ranked.rank, Ranked.count
 
-    def __init__(self, flags, Model):
-        super().__init__(flags, Model)
+    def __init__(self, flags):
+        super().__init__(flags)
         self.modules = modules_of()  # now, before a rank imports what the others do not need
 
     def announce(self):
@@ -237,7 +239,7 @@ class RankedTraining:
         program, device = Path(sys.modules["train_gpt2"].__file__), model.device
         files = [program, program.with_name("prepro_tinyshakespeare.py"), *model.config.SOURCES,
                  *self.train_data.inputs(),
-                 *(self.val_data.inputs() if self.flags.val_every else ()),
+                 *(self.inputs_of(self.val_data, self.val_path) if self.flags.val_every else ()),
                  *filter(os.path.isfile, (sys.argv[0], self.name))]
         files = {Path(path).name: path for path in files}
         files |= code_of(self.modules | modules_of(device))
@@ -245,6 +247,10 @@ class RankedTraining:
             "the device": str(device), "the model": str(model.config), "the step": model.step,
             **flags_of(with_values(self.flags, **self.settled())),
             **{f"the file {name}": partial_hash(path) for name, path in files.items()}})
+
+    def inputs_of(self, data, path):
+        """The files of a loader; the trainer's own has just one."""
+        return data.inputs() if hasattr(data, "inputs") else paths_of(path)
 
     def choose_products(self, model):
         """Let rank 0 do the passes of a step and of a validation, which time algorithms, and send

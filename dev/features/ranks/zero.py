@@ -181,21 +181,15 @@ class Sharded:
     def update_pass(self):
         """As GPT2.update_pass, for this rank's share."""
         arenas = self.arenas
-        self.adamw(arenas["param share"], arenas.get("low share"), arenas["grad share"],
-                   arenas["adam m"], arenas["adam v"])
+        gradients = arenas["grad share"]
+        self.norm_of(gradients)
+        self.judge()
+        self.adamw(arenas["param share"], arenas.get("low share"), gradients, arenas["adam m"],
+                   arenas["adam v"])
 
-    def padding_of_gradients(self):
-        c = self.config
-        for row, _, _, own, tail, rest in self.cut_gradients():
-            pieces = row.size - tail.size  # the numbers of all ranks' pieces
-            for part, start in ((own, pieces // self.count * self.rank), (rest, pieces)):
-                padding = () if part is None else part[max(0, c.V * c.C - start) :]
-                if row.name in c.PADDED and len(padding):
-                    yield padding
-
-    def norm_of(self, gradients, n):
+    def norm_of(self, gradients):
         """As GPT2.norm_of, then adam.norm[0] = the norm of all shares' norms."""
-        super().norm_of(gradients, n)
+        super().norm_of(gradients)
         via, norm = self.ranks.via, self.adam.norm
         with via.fork():
             via.gather(norm[:1], self.norms[: self.count])

@@ -17,7 +17,7 @@ def by_library(device, a):
             device.matmul(product, a.inp[b], a.inp[b].T)
             a.out[b] = stored(product, a.out.dtype)
         return
-    lib, kind, one = device.cublas, device.TYPES[a.out.dtype.str[1:]], np.ones(1, np.float32)
+    lib, kind, one = device.cublas, device.CUDA_TYPES[a.out.dtype.str[1:]], np.ones(1, np.float32)
     inp = a.inp.data.ptr
     # cuBLAS sees matrices transposed: inp[b] as (C,T), and a symmetric result as it is
     lib.gemmStridedBatchedEx(device.gpu.cublas_handle, 1, 0, a.T, a.T, a.C, one.ctypes.data,

@@ -29,7 +29,7 @@ def by_library(device, a):
             device.matmul(scores, q, k.T)
             a.att[b, h] = stored(np.float32(a.scale) * scores, a.att.dtype)
         return
-    lib, kind, scale = (device.cublas, device.TYPES[a.att.dtype.str[1:]],
+    lib, kind, scale = (device.cublas, device.CUDA_TYPES[a.att.dtype.str[1:]],
                         np.array([a.scale], np.float32))
     # cuBLAS sees matrices transposed: so this asks for the transpose of the square, k q'.
     for b in range(a.B):

@@ -1,13 +1,8 @@
-"""The lines that features repeat are still the trainer's.
-
-dev/features/seams.py cuts the trainer's longer methods into parts, dev/features/fused_biases.py has
-its own layer_backward, dev/features/recompute.cu and recompute_llama.cu repeat a kernel each. If a
-line changes in the trainer, it has to change there too.
+"""The trainer alone trains as with dev/, README and features repeat its lines word for word, and
+features keep to their own names.
 """
-import ast
 import contextlib
 import dataclasses
-import functools
 import io
 import re
 from pathlib import Path
@@ -16,83 +11,13 @@ from unittest import mock
 import numpy as np
 
 import train_gpt2
-from dev.common.config import Config, read_parameters
-from dev.common.flags import parse_flags
+from dev.common.config import Config
 from dev.cpu.device import Cpu
 from dev.cpu.emulated import Emulated
 from dev.features import __main__ as features_map
-from dev.features import moments, order, seams
+from dev.features import order
 from dev.tests.checks import TINY, TOP, check, check_refusal
 from dev.tests.trainings import two_token_files
-from train_gpt2 import pack_batch
-
-SEAMS, TRAINER = "dev/features/seams.py", "train_gpt2.py"
-# (the trainer's class and method; where its lines stand again; its lines that stand there in other
-# words)
-REPEATED = [
-    ("GPT2.set_parameters", SEAMS, ["for views in self.master:"]),
-    ("GPT2.layer_views", SEAMS, ["return SimpleNamespace(**{row.name: getattr(views, row.name)[l] "
-                                 "for row in table if row.layers})"]),
-    ("GPT2.head_forward", SEAMS, ["self.device.matmul(logits, self.acts.lnf[rows], "
-                                  "self.params.wte.T)"]),
-    ("GPT2.head_backward", SEAMS, ["matmul(dlnf, dlogits, self.params.wte)",
-                                   "matmul(self.grads.wte, dlogits.T, self.acts.lnf[rows], "
-                                   "accumulate=adds)"]),
-    ("GPT2.update_pass", SEAMS, [
-        "launch = self.device.launch", "gradients = arenas['gradients']",
-        "launch('global_norm', blocks, adam.norm, gradients, n)",
-        "launch('judge', 1, adam.verdict, adam.norm)",
-        "launch('adamw', n, arenas['parameters'], arenas.get('low bits'), gradients, arenas['adam "
-        "m'], arenas['adam v'], adam.starts, adam.decayed, adam.decayed.size, n, adam.settings, "
-        "adam.verdict)"]),
-    ("Training.train", SEAMS, [
-        "for step in range(self.model.step, self.steps + 1):", "last = step == self.steps",
-        "if flags.val_every and (step % flags.val_every == 0 or last):", "self.validate()",
-        "if flags.sample_every and step > 0 and (step % flags.sample_every == 0 or last):",
-        "if last:",
-        "self.save(step)", "break", "begun = time.perf_counter()",
-        "rate = self.learning_rate(step)",
-        "self.model.train_step(*batches, learning_rate=rate, **adamw)",
-        "verdict = self.model.verdict()",
-        "self.report(step + 1, rate, verdict, time.perf_counter() - begun)"]),
-    ("Training.announce", SEAMS, [
-        "print(f'data         | {self.train_data} (-i), {self.val_data.path} (-j)')",
-        "for arena, table in GPT2.tables(c, self.device, B, T).items():",
-        "print(f'{arena:12} | {offsets(table)[-1] / 2 ** 30:6.2f} GiB in {len(table)} tensors')"]),
-    ("GPT2.norm_backward", "dev/features/fused_biases.py", [
-        "N, C = inp.shape", "partials = self.back.partials",
-        "self.device.launch('layernorm_backward', blocks, dx, partials, dout, inp, weight, mean, "
-        "rstd, N, threads=threads, shared=shared)",
-        "blocks, threads, shared = layernorm_backward_launch(self.device, N)",
-        "self.device.launch('add_partials', (C, 2), dweight, dbias, partials, blocks, C, "
-        "self.micro > 0)"]),
-]
-
-
-@functools.cache
-def statements(path, *names):
-    """The statements of a file, of a class, or of a method, as ast writes them, each on its own: of
-    an `if` or a loop the first line."""
-    tree = ast.parse((TOP / path).read_text(encoding="utf-8"))
-    for name in names:
-        tree = next(node for node in tree.body if getattr(node, "name", None) == name)
-    found = []
-    for node in ast.walk(tree):
-        is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        if isinstance(node, ast.stmt) and node is not tree and not is_text:
-            found.append(ast.unparse(node).split("\n")[0])
-    return found
-
-
-def test_repeated_lines():
-    """Each of a method's lines stands in the file that repeats it, but for those that the table
-    lists."""
-    for method, path, others in REPEATED:
-        own, there = statements(TRAINER, *method.split(".")), statements(path)
-        missing = [line for line in own if line not in there and line not in others]
-        check(f"{method} in {path}", not missing, missing)
-        stale = [line for line in others if line not in own]
-        check(f"{method}: the lines that differ are the trainer's", not stale, stale)
 
 
 def body_of(path, kernel):
@@ -155,7 +80,8 @@ def test_plain_program(folder):
 def test_excerpts():
     """The README's lines of code stand in the trainer or in the loops, word for word, in order."""
     readme = (TOP / "README.md").read_text(encoding="utf-8")
-    for language, path, count in (("python", TRAINER, 2), ("cpp", "dev/cpu/kernels.cpp", 1)):
+    for language, path, count in (
+            ("python", "train_gpt2.py", 2), ("cpp", "dev/cpu/kernels.cpp", 1)):
         blocks = re.findall(rf"```{language}\n(.*?)```", readme, re.S)
         check(f"{language}: excerpts", len(blocks) == count, blocks)
         lines = [line.strip() for line in (TOP / path).read_text(encoding="utf-8").splitlines()]
@@ -180,29 +106,9 @@ def test_names_of_helpers():
               not [line for line in found if line.rstrip("{ ") not in headers], found)
 
 
-class Noise:
-    """A feature that changes all gradients."""
-
-    def adamw(self, parameters, low, gradients, m, v):
-        gradients.view(np.float32)[...] += 1
-        super().adamw(parameters, low, gradients, m, v)
-
-
-def test_padding_of_words():
-    """Rows that pad the vocabulary stay zero, even if a feature changes their gradients."""
-    for more in ([], ["--moments", "bf16"]):
-        model = made_model(Noise, *more)
-        before = model.params.wte.copy()
-        model.train_step(pack_batch(*np.ones((2, 1, 8), np.int32)), learning_rate=0.1,
-                         weight_decay=0.1)
-        V = model.config.V
-        check(f"padding {more}",
-              not model.params.wte[V:].any() and (model.params.wte[:V] != before[:V]).all())
-
-
 def test_arrays_of_other_numbers():
     """A launch refuses an array whose numbers are not those that the kernel reads."""
-    device = made_model(Noise).device
+    device = Emulated("fp32", Config.from_file(TINY))
     wrong = np.zeros(64), np.zeros(64, np.float16), np.zeros(64, np.int64), np.zeros(64, np.int32)
     for array in wrong:
         check_refusal("launch", rf"gelu_forward: inp is an array of {array.dtype}, and the kernel "
@@ -211,22 +117,12 @@ def test_arrays_of_other_numbers():
     device.launch("gelu_forward", 64, np.zeros(64, np.float32), np.zeros(64, np.float32), 1, 64)
 
 
-def made_model(feature, *given):
-    """A small model with a feature and what these flags ask for."""
-    kind = order.attach(parse_flags("", order.FLAGS, given), seams.Training, seams.GPT2)[1]
-    c = Config.from_file(TINY)
-    sources = [moments.SOURCE]
-    model = order.stack(kind, [feature])(c, Emulated("fp32", c, sources), 1, 8)
-    model.set_parameters(read_parameters(TINY, c))
-    return model
-
-
 def test_sizes():
     """From 128 MiB on, a size is told in GiB."""
     for nbytes, wish in ((448, "  0.00 MiB"), (1_816_576, "  1.73 MiB"),
                          (2**27 - 2**20, "127.00 MiB"), (2**27, "  0.12 GiB"),
                          (73 * 2**30, " 73.00 GiB")):
-        check(f"{nbytes} bytes", seams.size_of(nbytes) == wish, seams.size_of(nbytes))
+        check(f"{nbytes} bytes", train_gpt2.size_of(nbytes) == wish, train_gpt2.size_of(nbytes))
 
 
 def test_map():
