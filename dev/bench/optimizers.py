@@ -223,7 +223,7 @@ class Runs:
             given["muon_coefficients"] = coefficients
         flags, _ = with_defaults(with_values(flags, **given), table, GPT2.Config)
         Run, Model = attach(flags, Training, GPT2)
-        self.training = type("Run", (Quiet, Run), {})(Model.flags, Model)
+        self.training = type("Run", (Quiet, Run), {})(Model.flags)
         self.training.prepare()
         self.model = self.training.model = self.training.make_model()
         self.device = self.training.device

@@ -41,6 +41,7 @@ class Fitting:
         return bytes_of(B), free, bisect.bisect_right(range(1, 2**16), free, key=bytes_of)
 
     def check(self, config, device, B, T):
+        config.check_length(T)
         if device.compiled_for != config.switches():
             raise UserError("the device's kernels are compiled for "
                             f"{' '.join(device.compiled_for)}: expected a device for "

@@ -21,13 +21,20 @@ class OwnSizes:
         super().choose_model()
         if self.flags.sample is not None:  # which needs no data
             return
-        own = not self.from_file and "x" in self.name
-        self.reads_bytes = own or self.vocabulary and self.vocabulary.kind == "bytes"
+        self.reads_bytes = self.all_own() or self.vocabulary and self.vocabulary.kind == "bytes"
         self.data_paths()  # finds the vocabulary beside the data, and whether it is a checkpoint's
         if self.vocabulary and not self.from_file:
             self.config = self.config.with_words(len(self.vocabulary.words))
-        if own and self.find_length() and type(self.config) is Config:  # others need no positions
-            self.config = dataclasses.replace(self.config, maxT=self.find_length())
+
+    def all_own(self):
+        return not self.from_file and "x" in self.name
+
+    def find_config(self):
+        c = super().find_config()
+        T = self.find_length()
+        if self.all_own() and T and type(c) is Config:  # others need no positions
+            c = dataclasses.replace(c, maxT=T)
+        return c
 
     def data_paths(self):
         """As Training.data_paths, looked up once."""

@@ -17,8 +17,8 @@ FEATURE = re.compile(
     "fp8|zero.?1|recompute|replay|hellaswag|nvtx|llama|tensor.?map|smoothing|checkpoint.every",
     re.I)
 BUDGETS = {
-    "train_gpt2.py: bytes": 80000,
-    "train_gpt2.py: bytes before Faster": 68500,
+    "train_gpt2.py: bytes": 82000,
+    "train_gpt2.py: bytes before Faster": 70500,
     "train_gpt2.py: widest line": 100,
     "train_gpt2.py: line of class GPT2": 310,
     "train_gpt2.py: lines of the loop": 36,

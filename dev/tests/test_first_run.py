@@ -168,9 +168,10 @@ def test_sizes(folder):
     check("6x6x384", (c.L, c.NH, c.C, c.maxT) == (6, 6, 384, 1024), c)
     c = Config3.from_descriptor("6x6x384")
     check("6x6x384 as a Llama: the heads of keys and values of a depth", c.NKV == 2, c)
-    _, text, _ = call("--device", "cpu", "-i", "own_train.bin", "-b", 1, "-e", "1x1x32",
-                      "--dry-run")
-    check("without -t", "maxT=1024" in text and "T=64 " in text, text[:400])
+    for given, positions, T in (((), 1024, 64), (("-t", 1030), 1030, 1030)):
+        _, text, error = call("--device", "cpu", "-i", "own_train.bin", "-b", 1, "-e", "1x1x32",
+                              "-v", 0, "--dry-run", *given)
+        check(f"-t: {given}", f"maxT={positions}," in text and f"T={T} " in text, error)
 
 
 @fast

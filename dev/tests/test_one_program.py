@@ -16,6 +16,7 @@ from dev.cpu.device import Cpu
 from dev.cpu.emulated import Emulated
 from dev.features import __main__ as features_map
 from dev.features import order
+from dev.tests import runs
 from dev.tests.checks import TINY, TOP, check, check_refusal
 from dev.tests.trainings import two_token_files
 
@@ -75,6 +76,16 @@ def test_plain_program(folder):
     weights = [(folder / name / "model_00000003.bin").read_bytes()
                for name in ("alone", "featured")]
     check("the same weights", weights[0] == weights[1] != Path(TINY).read_bytes())
+
+
+def test_what_runs():
+    """The ordinary commands run what is read: all functions before "Faster" but those that a
+    feature replaces, and 98% of their lines."""
+    never, missed, lines = runs.unread("cpu")
+    check("functions", never.keys() <= runs.REPLACED.keys(), never)
+    count = sum(map(len, missed.values()))
+    check("lines", count <= 0.02 * lines, (count, lines, missed))
+    check("no list of excuses", len(runs.REPLACED) <= 3, runs.REPLACED)
 
 
 def test_excerpts():

@@ -83,7 +83,6 @@ def main(arguments=None):
     if architecture is GPT2:  # others need no positions
         enough = min(c.maxT, enough)
     B, T = flags.batch_size, flags.seq_len or enough
-    c.check_length(T)
     device = device_of(flags, c)
     print(f"device       | {device} (--device, --dtype)")
     print(f"model        | {flags.model} (-e), {c}")
