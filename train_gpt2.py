@@ -664,6 +664,7 @@ class Training:
         self.grad_accum = 1  # micro-batches of a step
         self.epoch = 1  # steps, as llm.c counts them
         self.steps = 0
+        self.observers = [Printer()]
 
     def train(self):
         """Run the remaining steps. After the last the loop comes round once more, to validate,
@@ -740,19 +741,12 @@ class Training:
         self.report(step, self.model.verdict())
 
     def report(self, step, verdict):
-        """Print a step's line, unless its loss or its gradient is not finite."""
+        """Tell of a step, if its loss and gradient are finite."""
         if verdict.stopped:
             self.give_up(step, verdict)
-        seconds = time.perf_counter() - step.begun
-        self.say(f"step {step.number:4d}/{self.steps} | loss {self.loss_text(verdict.loss)} | "
-                 f"norm {verdict.norm:7.4f} | lr {step.rate:.2e} | {self.speed(seconds)} | "
-                 f"{step.number * self.total_batch:,} tokens")
-
-    def loss_text(self, loss):
-        return f"{loss:.6f}"
-
-    def speed(self, seconds):
-        return f"{1e3 * seconds:8.2f} ms | {self.total_batch / seconds:9,.0f} tok/s"
+        step.verdict = verdict
+        step.seconds = time.perf_counter() - step.begun
+        self.tell("stepped", step)
 
     def give_up(self, step, verdict):
         raise UserError(f"the loss of step {step.number} is {verdict.loss} and the norm of its "
@@ -760,13 +754,13 @@ class Training:
                         f"{'; '.join(step.batches.places)}")
 
     def validate(self, done):
-        """Print the mean loss over -m validation batches, always the same ones; return it."""
+        """The mean loss over -m validation batches, always the same ones."""
         data = self.val_data
         most = self.flags.val_batches
         data.restart()
         count = data.per_epoch if most < 0 else min(most, data.per_epoch)
         loss = self.total_loss(data.next_batch() for _ in range(count)) / count
-        self.say(f"val loss {loss:.6f}")
+        self.tell("validated", done, loss)
         return loss
 
     def total_loss(self, batches):
@@ -775,7 +769,7 @@ class Training:
     def sample(self):
         """Let the model write."""
         text = self.decode(generate(self.model, self.flags.sample_tokens))
-        self.say(f"generating:\n---\n{text}\n---")
+        self.tell("sampled", text)
 
     def decode(self, tokens):
         """The text of some tokens, if they are of GPT-2's vocabulary."""
@@ -787,10 +781,14 @@ class Training:
             path = Path(self.flags.output) / f"model_{done:08d}.bin"
             parts = checkpoint_parts(self.config, self.model.params, self.device.real)
             replace_file(path, map(self.device.get, parts))
-            self.say(f"wrote {path}")
+            self.tell("say", f"wrote {path}")
 
-    def say(self, line):
-        print(line, flush=True)
+    def tell(self, what, *args):
+        """Call the observers' methods of this name."""
+        for each in self.observers:
+            method = getattr(each, what, None)
+            if method:
+                method(self, *args)
 
     # ---- Before the first step
 
@@ -886,6 +884,28 @@ class Training:
         c = self.config
         return read_parameters(self.name, c) if self.from_file else draw_parameters(
             c, self.flags.seed)
+
+
+class Printer:
+    """Prints what a run tells."""
+
+    def stepped(self, run, step):
+        self.say(run, " | ".join(self.parts(run, step)))
+
+    def parts(self, run, step):
+        return [f"step {step.number:4d}/{run.steps}", f"loss {step.verdict.loss:.6f}",
+                f"norm {step.verdict.norm:7.4f}", f"lr {step.rate:.2e}",
+                f"{1e3 * step.seconds:8.2f} ms", f"{run.total_batch / step.seconds:9,.0f} tok/s",
+                f"{step.number * run.total_batch:,} tokens"]
+
+    def validated(self, run, done, loss):
+        self.say(run, f"val loss {loss:.6f}")
+
+    def sampled(self, run, text):
+        self.say(run, f"generating:\n---\n{text}\n---")
+
+    def say(self, run, line):
+        print(line, flush=True)
 
 
 def sizes_of_depth(descriptor):

@@ -177,30 +177,16 @@ class Loaded:
         self.model = self.make_model()
 
 
-class Watched:
-    """A run that calls callback(Step) instead of printing lines, until that returns something
-    true."""
-    callback = None
-    enough = False  # whether callback said so
-    val_loss = None
+class Calling:
+    """Calls callback(Step), until that returns something true."""
 
-    def say(self, line):
-        """Nothing is printed."""
+    def validated(self, run, done, loss):
+        run.val_loss = loss
 
-    def announce(self):
-        """Nor here."""
-
-    def report(self, queued, verdict):
-        super().report(queued, verdict)
-        step = Step(queued.number, verdict.loss, verdict.norm, float(queued.rate), self.val_loss)
-        self.enough = bool(self.callback(step)) or self.enough
-
-    def validate(self, done):
-        self.val_loss = super().validate(done)
-        return self.val_loss
-
-    def told_to_stop(self, done):
-        return super().told_to_stop(done) or self.enough
+    def stepped(self, run, step):
+        said = run.callback(Step(step.number, step.verdict.loss, step.verdict.norm,
+                                 float(step.rate), run.val_loss))
+        run.enough = bool(said) or run.enough
 
 
 def architecture_of(name):
@@ -221,7 +207,7 @@ def arguments_of(given, kinds=VALUES | None):
             for key, value in given.items() if value is not None]
 
 
-def training_of(name, given, front, **more):
+def training_of(name, given, front=(), **more):
     """A Training that has not begun. given: flags, by their keys; more: likewise, of our own;
     front: the outermost classes. Raises UserError."""
     arguments = arguments_of({"model": name, **given, **more})
@@ -251,8 +237,11 @@ def train(name=None, callback=None, **flags):
     output= nothing is kept in files. Ctrl-C is KeyboardInterrupt after the step, and a second one
     at once; the exception has the Model so far as `.model`. Raises UserError."""
     unseen = {"sample_every": 0} if callback else {}
-    training = training_of(name, unseen | flags, [Watched] if callback else [])
+    training = training_of(name, unseen | flags)
     training.program, training.callback = False, callback
+    if callback:  # in place of the first, which prints
+        training.observers = [*training.observers[1:], Calling()]
+        training.announce, training.val_loss = lambda: None, None
     try:
         training.run()
         if training.signals:

@@ -179,10 +179,7 @@ def remaining(steps, results, long):
 
 
 class Quiet:
-    """A run whose losses and times are kept instead of printed."""
-
-    def say(self, line):
-        pass
+    """A run whose losses and times are kept."""
 
     def validates(self, done):
         return done > 0 and super().validates(done)
@@ -224,6 +221,7 @@ class Runs:
         flags, _ = with_defaults(with_values(flags, **given), table, GPT2.Config)
         Run, Model = attach(flags, Training, GPT2)
         self.training = type("Run", (Quiet, Run), {})(Model.flags)
+        self.training.observers = []  # none prints
         self.training.prepare()
         self.model = self.training.model = self.training.make_model()
         self.device = self.training.device

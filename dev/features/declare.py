@@ -44,6 +44,7 @@ class Pair(NamedTuple):
     model: type = None
     training: type = None
     device: type = None
+    observer: type = None
     sources: tuple = ()
     compiled: Callable = always
     chapter: str = ""
@@ -57,6 +58,7 @@ class Feature(NamedTuple):
     model: type = None
     training: type = None
     device: object = None
+    observer: type = None  # it has a method for each thing of Training.tell that it listens to
     only: str = ""  # the one architecture that it is for
     flags: tuple = ()
     sources: tuple = ()  # CUDA files, which are compiled behind kernels.cu

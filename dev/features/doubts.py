@@ -19,12 +19,11 @@ def doubts(run):
 
 
 class Doubtful:
-    """Training that says so."""
+    """Says so."""
 
-    def announce(self):
-        super().announce()
-        for doubt in doubts(self):
-            self.say(f"WARNING: {doubt}")
+    def prepared(self, run):
+        for doubt in doubts(run):
+            run.say(f"WARNING: {doubt}")
 
 
-FEATURE = Feature("doubts", training=Doubtful)
+FEATURE = Feature("doubts", observer=Doubtful)

@@ -166,22 +166,13 @@ class Scored:
     def validate(self, done):
         loss = super().validate(done)
         if done:
-            self.report_score(done, *self.count_right(self.examples))
+            correct, total = self.count_right(self.examples)
+            self.say(f"HellaSwag: {correct}/{total} = {correct / total:.6f}")
+            self.tell("scored", done, correct / total)
         return loss
 
     def count_right(self, examples):
         return count_right(self.model, examples)
-
-    def report_score(self, done, correct, total):
-        self.say(f"HellaSwag: {correct}/{total} = {correct / total:.6f}")
-
-
-class ScoredAndKept:
-    """Logs the score."""
-
-    def report_score(self, done, correct, total):
-        super().report_score(done, correct, total)
-        self.folder.log(f"s:{done} eval:{correct / total:.4f}")
 
 
 class ScoredByRanks:
@@ -194,7 +185,7 @@ class ScoredByRanks:
 
 FEATURE = Feature(
     "hellaswag", lambda flags, ranks: flags.hellaswag, training=Scored,
-    pairs=(Pair("runs", training=ScoredAndKept), Pair("ranks", training=ScoredByRanks)),
+    pairs=(Pair("ranks", training=ScoredByRanks),),
     flags=(
         Flag(None, "--hellaswag", "name", None, "file of dev/data/hellaswag.py: score the model at "
              "each validation except the first", "how long, and what is shown",

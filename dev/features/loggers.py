@@ -112,7 +112,7 @@ def names(text):
 
 
 class Behind:
-    """Sends lines of log.jsonl to a log in a thread."""
+    """Sends lines of log.jsonl to a log in a thread: an observer."""
 
     def __init__(self, name, log):
         self.name, self.log, self.failure, self.waiting = name, log, None, queue.SimpleQueue()
@@ -133,19 +133,30 @@ class Behind:
     def fail(self, error):
         """Keep what went wrong, for a warning: training goes on without this log."""
         text = " ".join(f"{type(error).__name__}: {error}".split())
-        self.failure = self.failure or f"WARNING: --log {self.name} ends here: {text}"
+        self.log, self.failure = None, f"WARNING: --log {self.name} ends here: {text}"
 
-    def close(self, failed):
+    def noted(self, run, line):
+        self.waiting.put(line)
+        self.warn(run)
+
+    def warn(self, run):
+        if self.failure:
+            run.say(self.failure)
+            self.failure = None
+
+    def close(self, run, failed):
         self.waiting.put(END)
         self.thread.join()
         try:
-            self.log.close(failed)
+            if self.log:
+                self.log.close(failed)
         except Exception as e:
             self.fail(e)
+        self.warn(run)
 
 
 class Logged:
-    """Training that notes the same in these logs."""
+    """Training that opens and closes these logs."""
     id = None  # of wandb's run
     logs = ()
 
@@ -173,9 +184,10 @@ class Logged:
             until_made.push(self.close)
             model = super().make_model()
             until_made.pop_all()
+        self.observers += self.logs
         if self.rank == 0:
             for line in (self.folder.path / JsonLog.NAME).read_bytes().splitlines():
-                self.send(line)
+                self.tell("noted", line)
         return model
 
     def train(self):
@@ -190,25 +202,10 @@ class Logged:
             why = f"{' '.join(str(e).split()) or type(e).__name__}{LOGS[name].HINT}"
             raise UserError(f"--log {name}: {why}") from None
 
-    def note(self, step, **values):
-        self.send(super().note(step, **values))
-        self.warn()
-
-    def send(self, line):
-        for log in self.logs:
-            log.waiting.put(line)
-
     def close(self, kind, *_):
         """At the end of training; kind: of the exception that ends it, or None."""
         for log in self.logs:
-            log.close(kind is not None)
-        self.warn()
-
-    def warn(self):
-        for log in self.logs:
-            if log.failure:
-                self.say(log.failure)
-        self.logs = [log for log in self.logs if not log.failure]
+            log.close(self, kind is not None)
 
 
 FEATURE = Feature(

@@ -238,9 +238,6 @@ class MaskedTraining:
             self.say(f"WARNING: step {queued.number}: no update: none of its targets counts")
         super().report(queued, verdict)
 
-    def loss_text(self, loss):
-        return "-" if math.isnan(loss) else super().loss_text(loss)
-
 
 def asked(flags, ranks):
     """--mask, or without it whether there are masks."""

@@ -4,7 +4,7 @@ A feature is a module of dev/features with subclasses of the model (train_gpt2.G
 training (train_gpt2.Training) or of a device, which override methods and call super(). Its
 declaration, see declare.py, says which flags ask for it. The classes of the features that a run
 asks for are stacked in the order of FEATURES, the first outermost, on top of the plain program's,
-and make classes for this run only.
+and make classes for this run only. Features that only listen are observers, beside the stack.
 
 train_gpt2.main calls main here. Without this file it still trains on a GPU.
 """
@@ -30,18 +30,18 @@ from prepro_tinyshakespeare import UserError
 
 # What wraps stands above what it wraps: make_model of the first ends last.
 FEATURES = [
-    terminal.FEATURE, doubts.FEATURE, file_kinds.FEATURE, peak.FEATURE, nvtx.FEATURE,
+    terminal.PRINTING, doubts.FEATURE, file_kinds.FEATURE, peak.FEATURE, nvtx.FEATURE,
     dry_run.FEATURE, chat.ANSWERS, chat.FEATURE, sample.FEATURE, kv_cache.FEATURE,
-    hellaswag_score.FEATURE, overfit.FEATURE, fp8_head.FEATURE, fp8.FEATURE,
-    config_file.FEATURE, loggers.FEATURE, json_log.FEATURE, best.FEATURE, outliers.FEATURE,
-    masked.FEATURE, bf16_sums.FEATURE, zero.FEATURE, ranks.FEATURE, sample.CONTROLLED,
-    training.KEPT, training.RESUMED, first_run.INTERRUPTED, signals.FEATURE, tokenizer.FEATURE,
-    dropout.FEATURE, replay.FEATURE, ema.FEATURE, symmetric.FEATURE, muon.FEATURE, moments.FEATURE,
-    recompute.INSIDE, recompute.LAYERS, label_smoothing.FEATURE, recompute.HINT, fit.FEATURE,
-    first_run.FEATURE, own_sizes.FEATURE, fp8_gelu.FEATURE, fp8_all.FEATURE, fp8_all_llama.FEATURE,
-    fp8.PRODUCTS, relu_attention.FEATURE, schedule.FEATURE, shuffled_loader.FEATURE,
-    late_reports.FEATURE, gelu_products.FEATURE, swiglu_products.FEATURE, fused_biases.FEATURE,
-    attention_five.FEATURE, products.FEATURE, devices.NO_GRAPH, devices.CPU]
+    hellaswag_score.FEATURE, overfit.FEATURE, fp8_head.FEATURE, fp8.FEATURE, config_file.FEATURE,
+    loggers.FEATURE, best.FEATURE, outliers.FEATURE, masked.FEATURE, bf16_sums.FEATURE,
+    zero.FEATURE, ranks.FEATURE, sample.CONTROLLED, training.KEPT, json_log.FEATURE,
+    training.RESUMED, first_run.INTERRUPTED, signals.FEATURE, tokenizer.FEATURE, dropout.FEATURE,
+    replay.FEATURE, ema.FEATURE, symmetric.FEATURE, muon.FEATURE, moments.FEATURE, recompute.INSIDE,
+    recompute.LAYERS, label_smoothing.FEATURE, recompute.HINT, fit.FEATURE, first_run.FEATURE,
+    own_sizes.FEATURE, fp8_gelu.FEATURE, fp8_all.FEATURE, fp8_all_llama.FEATURE, fp8.PRODUCTS,
+    relu_attention.FEATURE, schedule.FEATURE, shuffled_loader.FEATURE, late_reports.FEATURE,
+    gelu_products.FEATURE, swiglu_products.FEATURE, fused_biases.FEATURE, attention_five.FEATURE,
+    products.FEATURE, devices.NO_GRAPH, devices.CPU, terminal.FEATURE]
 FLAGS = [flag for feature in FEATURES for flag in feature.flags]
 SOURCES = [*dict.fromkeys(path for feature in FEATURES for each in (feature, *feature.pairs)
                           for path in each.sources)]

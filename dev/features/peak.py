@@ -1,4 +1,6 @@
 """The line of a step ends with the share of the GPU's peak FLOP/s that it reaches."""
+import functools
+
 from dev.features.declare import Feature
 
 # Dense FLOPs of a multiprocessor per clock, from NVIDIA's architecture white papers
@@ -37,25 +39,19 @@ def peak_of(device):
 class Titled:
     """A device with its peak in its name."""
 
+    @functools.cached_property
+    def peak(self):
+        return peak_flops(self)  # CuPy asks the driver for some hundred numbers
+
     def __str__(self):
         return super().__str__() + peak_of(self)
 
 
-class Peak:
-    """Training that prints its share of the peak."""
-
-    def make_device(self):
-        device = super().make_device()
-        self.peak = peak_flops(device)  # CuPy asks the driver for some hundred numbers
-        return device
-
-    def speed(self, seconds):
-        text = super().speed(seconds)
-        if not self.peak:
-            return text
-        tokens = self.total_batch // self.count  # of this device
-        rate = tokens * flops_per_token(self.config, self.model.T) / seconds
-        return f"{text} | {rate / self.peak:5.1%} of peak"
+def share_of_peak(run, seconds):
+    """The share of its device's peak that a step of so many seconds reaches; 0 if unknown."""
+    tokens = run.total_batch // run.count  # of this device
+    flops = tokens * flops_per_token(run.config, run.model.T)
+    return run.device.peak and flops / seconds / run.device.peak
 
 
-FEATURE = Feature("peak", training=Peak, device=Titled)
+FEATURE = Feature("peak", device=Titled)

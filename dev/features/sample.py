@@ -254,8 +254,8 @@ class Controlled:
         flags = self.flags
         tokens = generate(self.model, self.prompt or [self.first_token()], flags.sample_tokens,
                           flags.temperature, flags.top_k, coins(), flags.top_p)
-        text = "".join(texts(tokens, self.words(), flags.stop))
-        self.say(f"generating:\n---\n{self.text or ''}{text}\n---")
+        text = "".join([self.text or "", *texts(tokens, self.words(), flags.stop)])
+        self.tell("sampled", text)
 
     def first_token(self):
         """What a sample goes on from: <|endoftext|>, or a newline if the data is a single text, in

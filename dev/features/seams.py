@@ -61,6 +61,21 @@ class Training(train_gpt2.Training):
     rank = 0  # as GPT2's
     count = 1
 
+    def __init__(self, flags):
+        super().__init__(flags)
+        self.observers = [layer.observer() for layer in self.layers if layer.observer]
+
+    def run(self):
+        super().run()
+        self.tell("ended")
+
+    def prepare(self):
+        super().prepare()
+        self.tell("prepared")
+
+    def say(self, line):
+        self.tell("say", line)
+
     def make_device(self):
         """The device, with the CUDA files of this run's features."""
         files = [file for feature in self.compiled() for file in feature.sources]

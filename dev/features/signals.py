@@ -27,7 +27,8 @@ class Stoppable:
     def __init__(self, flags):
         super().__init__(flags)
         self.signals = []  # the numbers of the signals that have come
-        self.stopping = False  # whether the run ends because of one
+        self.enough = False  # whether a library call's callback has said so
+        self.stopping = False  # whether the run ends because of either
         self.watched, self.doing = False, ""  # whether no step is finished yet, and why
         self.handlers, self.beginning = contextlib.ExitStack(), contextlib.ExitStack()
 
@@ -86,7 +87,7 @@ class Stoppable:
 
     def told_to_stop(self, done):
         """Called once before each step, and once after the last."""
-        return bool(self.signals)
+        return bool(self.signals) or self.enough
 
     def pause(self, done, batches):
         self.stopping = self.told_to_stop(done)

@@ -1,11 +1,13 @@
-"""The progress bar, under the lines that a run prints, and its summary. The bar goes to stderr, and
-only if that is a terminal, to keep it out of log files.
+"""What a run prints: the trainer's lines, under them a progress bar, and a summary. The bar goes to
+stderr, and only if that is a terminal, to keep it out of log files.
 """
 import sys
 
 import numpy as np
 
 from dev.features.declare import Feature
+from dev.features.peak import share_of_peak
+from train_gpt2 import Printer
 
 
 def duration(seconds):
@@ -30,43 +32,44 @@ def say(line):
     print(line, flush=True)
 
 
-class Terminal:
-    """Training with the bar, an estimate after twenty steps, and a summary at the end."""
+class Terminal(Printer):
+    """Prints lines in place of the bar."""
 
-    def __init__(self, flags):
-        super().__init__(flags)
+    def parts(self, run, step):
+        parts, share = super().parts(run, step), share_of_peak(run, step.seconds)
+        if np.isnan(step.verdict.loss):  # see masked.py
+            parts[1] = "loss -"
+        return [*parts[:-1], f"{share:5.1%} of peak", parts[-1]] if share else parts
+
+    def say(self, run, line):
+        progress()
+        super().say(run, line)
+
+
+class Progress:
+    """The bar, an estimate after twenty steps, and a summary at the end."""
+
+    def __init__(self):
         self.times, self.losses = [], []  # of the steps of this run
 
-    def say(self, line):
-        progress()
-        super().say(line)
+    def stepped(self, run, step):
+        self.times.append(step.seconds)
+        self.losses += [step.verdict.loss] * (not np.isnan(step.verdict.loss))
+        left, median = run.steps - step.number, float(np.median(self.times[-100:]))
+        if len(self.times) == 20:
+            run.say(f"estimate     | {left + 20} steps of {1e3 * median:.2f} ms take "
+                    f"{duration((left + 20) * median)}; validations, samples and checkpoints come "
+                    "on top")
+        progress(step.number / run.steps, left * median)
 
-    def train(self):
-        super().train()
-        self.summarize()
-
-    def summarize(self):
+    def ended(self, run):
         times, losses = self.times, self.losses
         if times:
             median = float(np.median(times))
             loss = f"{losses[0]:.6f} -> {losses[-1]:.6f}" if losses else "-"
-            self.say(f"{len(times)} steps in {sum(times):.1f} s, median {1e3 * median:.2f} ms, "
-                     f"{self.total_batch / median:,.0f} tok/s; training loss {loss}")
-
-    def speed(self, seconds):
-        self.times.append(seconds)
-        return super().speed(seconds)
-
-    def report(self, queued, verdict):
-        super().report(queued, verdict)
-        self.losses += [verdict.loss] * (not np.isnan(verdict.loss))  # see masked.py
-        done, steps, median = queued.number, self.steps, float(np.median(self.times[-100:]))
-        if len(self.times) == 20:
-            count = steps - done + 20
-            self.say(f"estimate     | {count} steps of {1e3 * median:.2f} ms take "
-                     f"{duration(count * median)}; validations, samples and checkpoints come on "
-                     "top")
-        progress(done / steps, (steps - done) * median)
+            run.say(f"{len(times)} steps in {sum(times):.1f} s, median {1e3 * median:.2f} ms, "
+                    f"{run.total_batch / median:,.0f} tok/s; training loss {loss}")
 
 
-FEATURE = Feature("terminal", training=Terminal)
+PRINTING = Feature("printing", observer=Terminal)
+FEATURE = Feature("terminal", observer=Progress)

@@ -173,8 +173,7 @@ def moments_in_bf16(device):
 
 def mean_moments(device):
     """After 1,500 steps with the same gradient, the mean of the second moment in bf16 is right.
-    Rounding to nearest would have stopped it at less than a third of that. Words that pad the
-    vocabulary get no gradient."""
+    Rounding to nearest would have stopped it at less than a third of that."""
     gradient, steps = np.float32(0.01), 1500
     model = poisoned_model(device, 2, 20, L=1, moments="bf16")
     gradients = model.arenas["gradients"].view(np.float32)
@@ -182,11 +181,8 @@ def mean_moments(device):
     for _ in range(steps):
         model.set_adamw(learning_rate=0.0, seed=42)
         model.update_pass()
-    c, given = model.config, device.get(gradients) != 0
-    check("bf16 mean moments: padding", np.count_nonzero(~given) == (c.Vp - c.V) * c.C,
-          np.count_nonzero(~given))
     for name, wish, limit in (("m", gradient, 1e-4), ("v", gradient**2 * (1 - 0.999**steps), 1e-3)):
-        found = to_float(device.get(model.arenas[f"adam {name}"].view(BF16)))[given]
+        found = to_float(device.get(model.arenas[f"adam {name}"].view(BF16)))
         yield f"the mean of {name}", np.mean(found, dtype=np.float64), wish, limit
 
 

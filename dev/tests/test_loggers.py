@@ -142,6 +142,9 @@ def test_json_log(folder):
           scores)
     samples = [line["sample"] for line in lines if "sample" in line]
     check("samples", samples == re.findall(r"---\n(.*)\n---", text), samples)
+    text = train(folder / "controlled", "--temperature", 0.5)
+    samples = [line["sample"] for line in lines_of(folder / "controlled") if "sample" in line]
+    check("controlled samples", samples == re.findall(r"---\n(.*)\n---", text) != [], samples)
     times = [line["time"] for line in lines]
     check("times", times == sorted(times) and 0 <= times[-1] - times[0] < 100)
 

@@ -24,7 +24,7 @@ import numpy as np
 
 from dev.features.checkpoints.main_log import MainLog
 from dev.features.checkpoints.training import KEPT
-from dev.features.declare import Feature, Pair
+from dev.features.declare import Feature
 
 
 class JsonLog(MainLog):
@@ -47,55 +47,30 @@ def shortest(value):
 
 
 class Noted:
-    """Training that writes log.jsonl. Features override note to send the same elsewhere."""
-    seconds = 0.0  # of the step that is being reported
+    """Writes log.jsonl, and tells its lines."""
 
-    def make_model(self):
-        model = super().make_model()  # resumes
-        if self.rank == 0:
-            self.json_log = JsonLog(self.folder.path, model.step, model.step >= self.steps)
-        return model
+    def note(self, run, step, **values):
+        """Write down what is known after this many steps."""
+        if run.rank == 0:
+            line = json.dumps(dict(step=step, time=round(time.time(), 3)) | values)
+            run.folder.json_log.write(line)
+            run.tell("noted", line)
 
-    def note(self, step, **values):
-        """Write down what is known after this many steps, and return the line. Rank 0 calls it."""
-        line = json.dumps(dict(step=step, time=round(time.time(), 3)) | values)
-        self.json_log.write(line)
-        return line
+    def stepped(self, run, step):
+        verdict, total = step.verdict, run.total_batch
+        skipped = {} if verdict.update else dict(skipped=True)
+        self.note(run, step.number, loss=shortest(verdict.loss), norm=shortest(verdict.norm),
+                  lr=shortest(step.rate), ms=round(1e3 * step.seconds, 3),
+                  tok_per_s=round(total / step.seconds), tokens=step.number * total, **skipped)
 
-    def speed(self, seconds):
-        self.seconds = seconds
-        return super().speed(seconds)
+    def validated(self, run, done, loss):
+        self.note(run, done, val_loss=shortest(loss))
 
-    def report(self, queued, verdict):
-        super().report(queued, verdict)
-        if self.rank == 0:
-            step, total = queued.number, self.total_batch
-            skipped = {} if verdict.update else dict(skipped=True)
-            self.note(step, loss=shortest(verdict.loss), norm=shortest(verdict.norm),
-                      lr=shortest(queued.rate), ms=round(1e3 * self.seconds, 3),
-                      tok_per_s=round(total / self.seconds), tokens=step * total, **skipped)
+    def scored(self, run, done, score):
+        self.note(run, done, hellaswag=score)
 
-    def validate(self, done):
-        loss = super().validate(done)
-        if self.rank == 0:
-            self.note(done, val_loss=shortest(loss))
-        return loss
-
-    def decode(self, tokens):
-        """As Training's, of a sample, which only rank 0 draws."""
-        text = super().decode(tokens)
-        self.note(self.model.step, sample=text)
-        return text
+    def sampled(self, run, text):
+        self.note(run, run.model.step, sample=text)
 
 
-class ScoredAndNoted:
-    """Logs the score on HellaSwag."""
-
-    def report_score(self, done, correct, total):
-        super().report_score(done, correct, total)
-        if self.rank == 0:
-            self.note(done, hellaswag=correct / total)
-
-
-FEATURE = Feature("log.jsonl", KEPT.asked, training=Noted,
-                  pairs=(Pair("hellaswag", training=ScoredAndNoted),))
+FEATURE = Feature("log.jsonl", KEPT.asked, observer=Noted)

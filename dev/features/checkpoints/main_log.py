@@ -48,3 +48,18 @@ class MainLog:
                 say(f"WARNING: {self.NAME} could not be written ({e.strerror}); its lines wait "
                     "until it can")
             self.full = True
+
+
+class Logged:
+    """Writes main.log."""
+
+    def stepped(self, run, step):
+        verdict = step.verdict
+        run.folder.log(f"s:{step.number - 1} trl:{verdict.loss:.4f} lr:{step.rate:.6f} "
+                       f"norm:{verdict.norm:.2f}")
+
+    def validated(self, run, done, loss):
+        run.folder.log(f"s:{done} tel:{loss:.4f}")
+
+    def scored(self, run, done, score):
+        run.folder.log(f"s:{done} eval:{score:.4f}")

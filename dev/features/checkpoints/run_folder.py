@@ -1,4 +1,4 @@
-"""The folder of a training run, -o: its log and its checkpoints. Read this file first.
+"""The folder of a training run, -o: its logs and its checkpoints. Read this file first.
 
 A complete checkpoint has these files, which are written in this order and removed in reverse:
 
@@ -14,7 +14,7 @@ run_00000000.json is written at the start, so that a run can resume before its f
 run never overwrites files of an earlier one. When a run resumes, lines of main.log for steps that
 it repeats move to main.log.old.
 
-training.py says when a run logs and saves. resume.py is -y 1. With several ranks, each writes its
+training.py says when a run saves. resume.py is -y 1. With several ranks, each writes its
 own state, and rank 0 everything else.
 """
 import fcntl
@@ -28,6 +28,7 @@ from pathlib import Path
 from dev.common.config import checkpoint_parts
 from dev.features.checkpoints.background_writer import Writer
 from dev.features.checkpoints.checkpoint_files import CheckpointFiles
+from dev.features.checkpoints.json_log import JsonLog
 from dev.features.checkpoints.main_log import MainLog
 from dev.features.checkpoints.resume import choose_checkpoint, resume
 from dev.features.checkpoints.run_json import notes_of
@@ -116,7 +117,7 @@ class RunFolder(CheckpointFiles):
     # ---- The start of the training
 
     def begin(self, training, model):
-        """Resume if there is a run, and open the log."""
+        """Resume if there is a run, and open the logs."""
         self.flags = training.flags
         self.data = [[Path(path).name, os.path.getsize(path), partial_hash(path)]
                      for path in training.train_data.inputs()]
@@ -137,7 +138,9 @@ class RunFolder(CheckpointFiles):
                 self.remove_leftovers()
                 if self.step is None:
                     self.write_notes(notes_of(training, model, self.data, self.table))
-                self.main_log = MainLog(self.path, model.step, model.step >= training.steps)
+                finished = model.step >= training.steps
+                self.main_log = MainLog(self.path, model.step, finished)
+                self.json_log = JsonLog(self.path, model.step, finished)
             except BaseException:
                 os.close(self.lock)
                 raise

@@ -1,5 +1,6 @@
-"""When a training with -o resumes, logs and saves. run_folder.py does it."""
+"""When a training with -o resumes and saves. run_folder.py does it."""
 from dev.features.checkpoints.checkpoint_files import FILES
+from dev.features.checkpoints.main_log import Logged
 from dev.features.checkpoints.resume import check_batch
 from dev.features.declare import Feature, Flag, trains
 
@@ -12,7 +13,7 @@ class Resumed:
 
 
 class Kept(Resumed):
-    """Training that keeps a log and checkpoints in a folder."""
+    """Training that keeps checkpoints in a folder."""
 
     def weights(self, model):
         """{name of a file: (views of whole parameters, their type)}, which rank 0 writes into each
@@ -55,16 +56,6 @@ class Kept(Resumed):
             whole = self.flags.checkpoint_every or self.stopping
             self.folder.save(self, batches.position, whole)
 
-    def validate(self, done):
-        loss = super().validate(done)
-        self.folder.log(f"s:{done} tel:{loss:.4f}")
-        return loss
-
-    def report(self, queued, verdict):
-        super().report(queued, verdict)
-        self.folder.log(f"s:{queued.number - 1} trl:{verdict.loss:.4f} lr:{queued.rate:.6f} "
-                        f"norm:{verdict.norm:.2f}")
-
     def give_up(self, queued, verdict):
         self.model.step = queued.number - 1  # no later one has made an update
         self.folder.save(self, queued.batches.position, whole=True, prunes=False)
@@ -77,6 +68,7 @@ class Kept(Resumed):
 GROUP = "checkpoints and resuming"
 KEPT = Feature(
     "runs", lambda flags, ranks: flags.output and trains(flags), training=Kept,
+    observer=Logged,
     saved=("model", "state", "run", "DONE"), flags=(
         Flag("-o", "--output", "name", None, "new folder for main.log and checkpoints; the last "
              "step is always saved (default: none)", replayed=False, may_differ=True),
