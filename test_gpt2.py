@@ -243,8 +243,8 @@ def forward_pass(device, C, NH):
     with mock.patch("train_gpt2.LOGIT_ROWS", 16):
         # in the mean loss, the errors of single tokens average out
         yield "loss", model.forward(tokens, targets), loss, LIMITS[device.dtype] / 5
-    assert len(model.parts) == 4, model.parts
-    found = [to_float(device.get(model.head_forward(rows)))[:, : c.V] for rows in model.parts]
+    assert len(model.slices) == 4, model.slices
+    found = [to_float(device.get(model.head_forward(rows)))[:, : c.V] for rows in model.slices]
     yield "logits", np.concatenate(found).reshape(logits.shape), logits, LIMITS[device.dtype]
 
 

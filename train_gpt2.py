@@ -58,7 +58,7 @@ BF16 = np.uint16
 LOW = np.int16
 
 ALIGN = 64  # bytes: tensors start at multiples. C is one of 32, so parameters have no gaps
-LOGIT_ROWS = 8192  # many tokens' logits take gigabytes: they are computed in parts
+LOGIT_ROWS = 8192  # many tokens' logits take gigabytes: some rows come at a time
 PARTIAL_ROWS = 256  # the most blocks with partial sums
 NORM_BLOCKS = 1024  # the most blocks of global_norm
 
@@ -131,7 +131,7 @@ class Config:
         ]
 
     def activation_table(self, B, T, real=np.float32):
-        """What the forward pass writes, most of it for the backward pass."""
+        """What forward_pass and loss_pass write, most of it for backward_pass."""
         N = B * T  # 4096
         C = self.C
         each = dict(dtype=real, layers=self.L)
@@ -161,7 +161,7 @@ class Config:
         ]
 
     def backward_table(self, B, T, real=np.float32):
-        """What the backward pass writes, one layer after another to the same memory."""
+        """The backward pass writes these, one layer after another to the same memory."""
         N = B * T  # 4096
         C = self.C
         return [
@@ -186,12 +186,12 @@ class Config:
                             "positions")
 
     def switches(self):
-        """What kernels.cu is compiled for."""
+        """Flags for kernels.cu's compiler: sizes that it needs as constants."""
         return [f"-DCHANNELS={self.C}", f"-DHS={self.C // self.NH}"]
 
 
 def logit_rows(N):
-    """How many tokens get logits at a time. At most four parts: each rewrites all of dwte."""
+    """How many tokens get logits at a time: a quarter or more, since each time rewrites dwte."""
     return min(N, max(LOGIT_ROWS, ceil_div(N, 4)))
 
 
@@ -228,9 +228,9 @@ class Norm(NamedTuple):
 #
 #     empty(nbytes)                 memory, as bytes
 #     put(array, values)            host to device
-#     get(array)                    device to host
+#     get(array)                    device to host; a NumPy array stays as it is
 #     zero(array)                   all bits 0
-#     launch(kernel, items, *args)  run a kernel of kernels.cu over so many numbers, rows or blocks;
+#     launch(kernel, items, *args)  run a kernel of kernels.cu over items: numbers, rows or blocks;
 #                                   over (columns, rows) if its grid has two dimensions
 #     matmul(out, left, right, ...) out = left @ right, or +=, with a bias or a GELU if asked
 #     repeat(graphs, key, work)     do work(); a fast device records its launches, and repeats them
@@ -279,11 +279,11 @@ class GPT2:
         self.layers = None  # for each layer its parts, and its activations
         self.lnf = None  # the last norm
         self.head = Linear("head", config.L, self.params.wte, None, self.grads.wte, None)
-        self.parts = None  # slices of the N tokens, which get logits in turn
+        self.slices = None  # of the N tokens, which get logits in turn
         self.BT = None  # (B,T) that these five are laid out for: see set_batch
-        self.master = [self.params]  # a parameter's 32 bits: in bf16, with the low halves
+        self.masters = [self.params]  # views of parameters' 32 bits: in bf16, of two halves
         if "low bits" in tables:
-            self.master.append(self.whole_views("low bits"))
+            self.masters.append(self.whole_views("low bits"))
 
         self.step = 0  # steps begun
         self.micro = 0  # index of the micro-batch in the step
@@ -311,9 +311,9 @@ class GPT2:
         self.linear_forward(branch, a.fch_gelu, y.fcproj)  # (N,4C) -> (N,C)
 
     def layer_backward(self, l):
-        """layer_forward(l), read upwards: each call takes the gradient of what its twin there made,
-        and makes those of the twin's inputs. (There fc's call ends with GELU, here fcproj's with
-        its derivative.) dx is the gradient of the stream x, and so of each branch added to it."""
+        """layer_forward(l), read upwards: each call takes the gradient of its twin's output, and
+        makes those of the twin's input and parameters. (GELU ends fc's call there, its derivative
+        fcproj's here.) dx is the gradient of the stream x, and so of each branch added to it."""
         y, a = self.layers[l]
         dx = self.back.dresidual  # (N,C)
         dqkv = self.back.dqkv  # (N,3C)
@@ -342,16 +342,15 @@ class GPT2:
             dw (OC,C)   = dout.T @ inp
             dinp (N,C)  = dout @ w
 
-        If inp was GELU of something, dgelu_at is that: dinp is multiplied by GELU's derivative
-        there, and so becomes its gradient. dinp may be inp's memory."""
+        If inp is GELU(x), x is given as dgelu_at: dinp is multiplied by GELU's derivative there,
+        and becomes the gradient of x. dinp may overwrite inp."""
         self.bias_backward(dout, y)
         matmul = self.device.matmul
         matmul(y.dw, dout.T, inp, accumulate=self.micro > 0)  # (OC,N) @ (N,C) -> (OC,C)
         matmul(dinp, dout, y.w, dgelu_at=dgelu_at)  # (N,OC) @ (OC,C) -> (N,C)
 
     def bias_backward(self, dout, y):
-        """db. Many blocks sum some rows of dout each; add_partials, which can make two outputs,
-        adds up their sums."""
+        """db: blocks sum some rows of dout each; add_partials, for up to two outputs, adds up."""
         N, OC = dout.shape
         blocks = max(1, min(128, N // 32))
         partials = self.back.partials  # (blocks,OC) fits: it has 2 x 256 x C numbers
@@ -397,14 +396,14 @@ class GPT2:
                            threads=sizes.threads, shared=sizes.shared_forward)
 
     def attention_backward(self, dqkv, dout, out, lse, qkv):
-        """dqkv (N,3C), given dout (N,C). In two kernels, each of which computes S and dP, where
-        FlashAttention-2 (Dao 2023, algorithm 2) has one:
+        """dqkv (N,3C), given dout (N,C). Two kernels both compute S and dP; FlashAttention-2 (Dao
+        2023, algorithm 2) has a single kernel:
 
             dv = P' dout      dP = dout v'      dS = P * (dP - D)
             dq = dS k / sqrt(HS)                dk = dS' q / sqrt(HS)
 
-        For softmax's gradient a query needs D, the sum of P * dP over its keys. That equals the sum
-        of out * dout over its channels, for which no P is needed."""
+        For softmax's gradient a query needs D, the sum of P * dP over its keys. The sum of out *
+        dout over its channels is the same number, and needs no P."""
         B, T = self.BT
         NH = self.config.NH
         delta = self.back.delta  # D
@@ -459,8 +458,7 @@ class GPT2:
         return logits
 
     def head_backward(self, rows, dlogits):
-        """The gradients of lnf[rows] and of wte. The first part of the first micro-batch sets dwte;
-        whatever comes later adds."""
+        """The gradients of lnf[rows] and of wte. A step's first rows set dwte, later ones add."""
         matmul = self.device.matmul
         adds = self.micro > 0 or rows.start > 0
         dlnf = self.back.dinp[rows]
@@ -471,15 +469,14 @@ class GPT2:
         """losses[rows] = -log(softmax(logits)[target]). with_gradient, the logits then become the
         gradient of the step's mean loss: (softmax(logits) - onehot(target)) / tokens."""
         c = self.config
-        losses = self.acts.losses
+        losses = self.acts.losses[rows]
         targets = self.batch.targets.reshape(-1)[rows]
-        dloss = self.token_weight()
         blocks, room, shared = classifier_launch(self.device, len(logits), c.Vp, with_gradient)
-        self.device.launch("fused_classifier", blocks, logits, losses[rows], targets, dloss,
+        self.device.launch("fused_classifier", blocks, logits, losses, targets, self.token_weight(),
                            len(logits), c.V, c.Vp, with_gradient, room, shared=shared)
 
     def mean_loss(self):
-        """verdict.loss = the step's mean loss; each micro-batch adds its part."""
+        """verdict.loss = the step's mean loss, to which each micro-batch adds."""
         losses = self.acts.losses
         self.device.launch("add_loss", 1, self.adam.verdict, losses, self.token_weight(),
                            len(losses), self.micro > 0)
@@ -500,7 +497,7 @@ class GPT2:
     def loss_pass(self, with_gradient=False):
         """From lnf to the loss; with_gradient, back to the gradient of lnf. The logits of some
         tokens are made, turned into their gradients, and used, before those of the next."""
-        for rows in self.parts:
+        for rows in self.slices:
             logits = self.head_forward(rows)
             self.loss_forward(rows, logits, with_gradient)
             if with_gradient:
@@ -524,13 +521,14 @@ class GPT2:
                    arenas["adam v"])
 
     def norm_of(self, gradients):
-        """adam.norm[0] = the norm of all gradients; behind it, each block's sum of squares."""
+        """gradient_norm[0] = the norm of all gradients; behind it, each block's sum of squares."""
         blocks = min(NORM_BLOCKS, 8 * self.device.multiprocessors)
-        self.device.launch("global_norm", blocks, self.adam.norm, gradients, gradients.nbytes // 4)
+        self.device.launch("global_norm", blocks, self.adam.gradient_norm, gradients,
+                           gradients.nbytes // 4)
 
     def judge(self):
         """Decide whether to update: the loss and the gradient's norm have to be finite."""
-        self.device.launch("judge", 1, self.adam.verdict, self.adam.norm)
+        self.device.launch("judge", 1, self.adam.verdict, self.adam.gradient_norm)
 
     def adamw(self, parameters, low, gradients, m, v):
         """The gradient g is scaled down to the norm `clip` if that is smaller. Then
@@ -548,7 +546,7 @@ class GPT2:
 
     def train_step(self, *batches, **adamw):
         """Queue a step: the mean gradient of these packed micro-batches, then AdamW."""
-        self.set_adamw(**adamw)
+        self.start_step(**adamw)
         self.micros = len(batches) * self.count
         for i, batch in enumerate(batches):
             self.micro = i
@@ -556,9 +554,8 @@ class GPT2:
             self.set_batch(batch)
             key = self.BT, self.micros, self.micro > 0, self.last_micro  # all that changes launches
             self.device.repeat(self.graphs, key, self.micro_step)
-        self.micro = 0
+        self.micro = 0  # forward() sees one batch alone
         self.micros = 1
-        self.last_micro = True
 
     def micro_step(self):
         """A micro-batch, and after the last the update."""
@@ -568,10 +565,10 @@ class GPT2:
         if self.last_micro:
             self.update_pass()
 
-    def set_adamw(self, learning_rate=3e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0,
+    def start_step(self, learning_rate=3e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0,
                   clip=0):
-        """Begin a step. Settings go to device memory, since recorded launches keep their arguments.
-        The corrections undo the moments' start at 0. clip=0: gradients are not scaled."""
+        """Count a step, and put its settings into device memory, since recorded launches keep their
+        arguments. clip=0: gradients are not scaled."""
         self.step += 1
         settings = dict(
             learning_rate=learning_rate, rate1=1 - beta1, rate2=1 - beta2,
@@ -584,15 +581,15 @@ class GPT2:
         return Verdict(*self.device.get(self.adam.verdict).tolist())
 
     def forward(self, tokens, targets):
-        """The mean loss, in nats, of tokens and targets (B,T). acts.logits keeps the last part."""
+        """The mean loss, in nats, of tokens and targets (B,T)."""
         self.set_batch(pack_batch(tokens, targets))
         self.forward_pass()
         self.loss_pass()
         return self.verdict().loss
 
     def next_logits(self, tokens):
-        """The logits (V,) of the token that follows some tokens, a list of at most T ids. Rows of
-        64, 128 .. tokens lay the arenas out less often."""
+        """The logits (V,) of the token that follows some tokens, a list of at most T ids."""
+        # Only a row of another length lays the arenas out anew: so it is one of 64, 128 ...
         padded = np.zeros((1, min(self.T, ceil_div(len(tokens), 64) * 64)), np.int32)
         padded[0, : len(tokens)] = tokens  # causal: padding at the end is never seen
         self.set_batch(pack_batch(padded, np.zeros_like(padded)))  # nobody reads the targets
@@ -608,25 +605,24 @@ class GPT2:
 
     @classmethod
     def tables(cls, c, device, B, T):
-        """All that a run allocates, {arena: table}."""
+        """All arenas of a model, {name: table}."""
         return all_tables(c, device.real, B, T)
 
     def whole_views(self, arena):
         """Views of an arena that has a tensor for each parameter."""
-        dtype = {"parameters": self.device.real, "low bits": LOW}.get(arena, np.float32)
-        return carve(self.arenas[arena], self.config.parameter_table(dtype))
+        tables = self.tables(self.config, self.device, self.B, self.T)
+        return carve(self.arenas[arena], tables[arena])
 
     def layer_views(self, views, table, l):
-        """Those of some views that belong to layer l."""
+        """Layer l of each stack of tensors in a table, from views of the whole stacks."""
         return SimpleNamespace(**{row.name: getattr(views, row.name)[l] for row in table
                                   if row.layers})
 
     def set_parameters(self, tensors):
-        self.set_tensors(tensors, self.master)
+        self.set_tensors(tensors, self.masters)
 
     def set_tensors(self, tensors, kept):
-        """Set tensors from (name, values) pairs, fp32 or bf16. kept: the views that get them. Rows
-        beyond a shorter vocabulary keep their values."""
+        """Set tensors from (name, values) pairs, fp32 or bf16. kept: the views that get them."""
         for name, values in tensors:
             for views in kept:
                 put_tensor(self.device, getattr(views, name), values)
@@ -662,7 +658,7 @@ class Training:
         self.T = 0  # tokens of a row
         self.total_batch = 0  # tokens of a step
         self.grad_accum = 1  # micro-batches of a step
-        self.epoch = 1  # steps, as llm.c counts them
+        self.epoch_steps = 1  # see open_data
         self.steps = 0
         self.observers = [Printer()]
 
@@ -706,8 +702,8 @@ class Training:
         least = rate * f(flags.final_fraction)
         if step < warmup:  # 1. it rises
             return rate * f(step + 1) / f(warmup)
-        share = f(step - warmup) / f(self.steps - warmup)  # 2. it falls along half a cosine
-        return least + f(0.5) * (f(1) + np.cos(f(math.pi * float(share)))) * (rate - least)
+        progress = f(step - warmup) / f(self.steps - warmup)  # 2. it falls along half a cosine
+        return least + f(0.5) * (f(1) + np.cos(f(math.pi * float(progress)))) * (rate - least)
 
     # ---- You may stop there: these are its steps, a few lines each.
 
@@ -846,8 +842,9 @@ class Training:
             raise UserError(f"-d {self.total_batch}: expected a multiple of processes*B*T "
                             f"= {size}")
         self.grad_accum = self.total_batch // size
-        self.epoch = max(1, self.train_data.total // self.total_batch)
-        self.steps = self.epoch if flags.steps == -1 else flags.steps
+        # llm.c's formula: unlike a loader's per_epoch, it does not ask for the last token's target
+        self.epoch_steps = max(1, self.train_data.total // self.total_batch)
+        self.steps = self.epoch_steps if flags.steps == -1 else flags.steps
 
     def data_paths(self):
         return data_paths(self.flags.train_data, self.flags.val_data)
@@ -869,7 +866,7 @@ class Training:
         print(f"model        | {self.name} (-e): {numbers:,} parameters, {c}")
         print(f"data         | {self.train_data} (-i), {self.val_path} (-j)")
         print(f"run          | B={B} T={T} (-b, -t), {self.total_batch:,} tokens a step (-d), "
-              f"{self.steps} steps (-x), an epoch has {self.epoch}")
+              f"{self.steps} steps (-x), an epoch has {self.epoch_steps}")
         for arena, table in self.Model.tables(c, self.device, B, T).items():
             print(f"{arena:12} | {size_of(offsets(table)[-1])} in {len(table)} tensors")
 
@@ -943,26 +940,26 @@ ADAMW = ("learning_rate", "rate1", "rate2", "correction1", "correction2", "eps",
 
 
 class Verdict(NamedTuple):
-    """A step's numbers, and what kernels.cu decided: whether to update, whether to stop."""
+    """A step's numbers, and kernels.cu's decisions: is its update made, is the run stopped?"""
     norm: float
     loss: float
-    update: float
+    update: float  # 1 or 0, as stopped
     stopped: float
 
 
-def update_table(updated):
-    """What AdamW needs besides."""
+def update_table(moments):
+    """AdamW's other tensors, given the table of its moments."""
     return [
         Row("settings", (len(ADAMW),)),
-        Row("norm", (2 + NORM_BLOCKS,)),  # norm, counter, each block's sum
+        Row("gradient_norm", (2 + NORM_BLOCKS,)),  # norm, counter, each block's sum
         Row("verdict", (len(Verdict._fields),)),
-        Row("starts", (len(updated) + 1,), np.uint64),  # where each tensor starts, in numbers
-        Row("decayed", (len(updated),), np.int32),  # 1 where weight decay applies, else 0
+        Row("starts", (len(moments) + 1,), np.uint64),  # where each tensor starts, in numbers
+        Row("decayed", (len(moments),), np.int32),  # 1 where weight decay applies, else 0
     ]
 
 
 def all_tables(c, real, B, T):
-    """All that a run allocates, {arena: table}."""
+    """All arenas of a model, {name: table}."""
     fp32 = c.parameter_table()
     halves = {"low bits": c.parameter_table(LOW)} if real == BF16 else {}
     return {"parameters": c.parameter_table(real), **halves, "gradients": fp32,
@@ -976,8 +973,8 @@ def all_tables(c, real, B, T):
 
 def offsets(table):
     """The byte offset of each tensor in an arena, then the arena's size."""
-    sizes = (ceil_div(row.nbytes, ALIGN) * ALIGN for row in table)
-    return list(itertools.accumulate(sizes, initial=0))
+    padded = (ceil_div(row.nbytes, ALIGN) * ALIGN for row in table)
+    return list(itertools.accumulate(padded, initial=0))
 
 
 def carve(arena, table):
@@ -994,16 +991,16 @@ def matrices(values):
     return values.reshape(-1, *values.shape[-2:])
 
 
-def linear(name, l, p, g):
+def find_linear(name, l, p, g):
     """The linear layer of that name, from views of parameters and of gradients."""
     tensors = (vars(views).get(name + end) for views in (p, g) for end in "wb")
     return Linear(name, l, *tensors)
 
 
-def norm(name, l, p, g, a):
+def find_norm(name, l, p, g, a):
     """The norm of that name; a: views of activations."""
     kept = (vars(a).get(name + end) for end in ("_inp", "_mean", "_rstd", ""))
-    return Norm(*linear(name, l, p, g), *kept)
+    return Norm(*find_linear(name, l, p, g), *kept)
 
 
 def lay_out(model):
@@ -1019,21 +1016,21 @@ def lay_out(model):
         p = model.layer_views(model.params, tables["parameters"], l)
         g = model.layer_views(model.grads, tables["gradients"], l)
         a = model.layer_views(model.acts, tables["activations"], l)
-        parts = SimpleNamespace(ln1=norm("ln1", l, p, g, a), ln2=norm("ln2", l, p, g, a))
+        y = SimpleNamespace(ln1=find_norm("ln1", l, p, g, a), ln2=find_norm("ln2", l, p, g, a))
         for name in ("qkv", "attproj", "fc", "fcproj"):
-            setattr(parts, name, linear(name, l, p, g))
-        model.layers.append((parts, a))
-    model.lnf = norm("lnf", L, model.params, model.grads, model.acts)
+            setattr(y, name, find_linear(name, l, p, g))
+        model.layers.append((y, a))
+    model.lnf = find_norm("lnf", L, model.params, model.grads, model.acts)
     size = len(model.acts.logits)
-    model.parts = [slice(start, min(start + size, B * T)) for start in range(0, B * T, size)]
+    model.slices = [slice(start, min(start + size, B * T)) for start in range(0, B * T, size)]
 
 
 def put_tensor(device, to, values):
-    """Copy values, fp32 or bf16, to a tensor of a device that has at least as many, matrix by
-    matrix: a 32-bit copy of a large tensor would take too much memory."""
-    for matrix, part in zip(matrices(to), matrices(values)):
-        part = to_float(part)
-        device.put(matrix.reshape(-1)[: part.size], kept_as(part, matrix.dtype))
+    """Copy values, fp32 or bf16, to the start of a tensor of a device, matrix by matrix: a 32-bit
+    copy of a large tensor would take too much memory."""
+    for matrix, new in zip(matrices(to), matrices(values)):
+        new = to_float(new)
+        device.put(matrix.reshape(-1)[: new.size], kept_as(new, matrix.dtype))
 
 
 def check_shared_memory(config, device):
@@ -1053,24 +1050,24 @@ SCALARS = {"int": np.int32, "float": np.float32, "size_t": np.uint64}  # of kern
 
 
 class Kernel(NamedTuple):
-    """What kernels.cu says of a kernel: BLOCK(threads, items along x, items along y), and its
-    parameters. gelu_forward has BLOCK(256, W * threads): its items are numbers, of which a thread
-    takes W, 8 in bf16. So 10,000 are ceil(10000 / 2048) = 5 blocks."""
+    """A kernel of kernels.cu: BLOCK(threads, items along x, items along y), and its parameters.
+    gelu_forward has BLOCK(256, W * threads): its items are numbers, and a thread takes W, 8 in
+    bf16. So 10,000 are ceil(10000 / 2048) = 5 blocks."""
     name: str
     threads: int  # of a block
     covers: list  # functions of threads and W: a block's items along x, and along y
     parameters: list  # texts, such as "const real* __restrict__ inp" and "int N"
 
-    def plan(self, items, args, W, threads=None):
-        """(grid, block, arguments) of a launch over so many items, or (items along x, along y)."""
+    def configure(self, items, args, W, threads=None):
+        """(grid, block, arguments) of a launch over these items, or (along x, along y)."""
         if len(args) != len(self.parameters):
             raise UserError(f"kernels.cu: {self.name} has {len(self.parameters)} parameters, and "
                             f"is launched with {len(args)} arguments")
         threads = threads or self.threads
         # int(), as in C; 1 along y if BLOCK has no third argument
-        sizes = [*(int(covers(threads, W)) for covers in self.covers), 1]
+        covered = [*(int(covers(threads, W)) for covers in self.covers), 1]
         counts = items if isinstance(items, tuple) else (items,)
-        grid = tuple(ceil_div(count, size) for count, size in zip(counts, sizes))
+        grid = tuple(map(ceil_div, counts, covered))
         types = (SCALARS.get(text.split()[0]) for text in self.parameters)  # None: an array
         return grid, (threads,), tuple(to(arg) if to else arg for to, arg in zip(types, args))
 
@@ -1095,8 +1092,7 @@ def read_kernels(sources):
 
 
 def layernorm_backward_launch(device, N):
-    """(blocks, threads, bytes of shared memory): one block per multiprocessor, with as many rows as
-    fit."""
+    """(blocks, threads, bytes of shared memory): as many rows as fit share a block."""
     sizes = device.layernorm_sizes
     rows = min(sizes.threads // sizes.row_threads, device.max_shared // sizes.shared_of_row)
     blocks = min(device.multiprocessors, ceil_div(N, rows), PARTIAL_ROWS)
@@ -1113,7 +1109,7 @@ def classifier_launch(device, N, Vp, with_gradient):
     room = min(2 * Vp, device.max_shared // 16 * device.W)
     loads_ahead = room == 2 * Vp
     if device.name == "cpu" or not (with_gradient or loads_ahead):
-        return N, 0, 0  # a block a row
+        return N, 0, 0  # a block a row; on a CPU nothing is cached
     return min(N, device.multiprocessors), room, room // device.W * 16
 
 
@@ -1175,7 +1171,7 @@ class Cuda:
                 at = module.get_global(name)
                 values = self.cupy.ndarray(len(fields), np.int32, at).get().tolist()
                 setattr(self, name, SimpleNamespace(**dict(zip(fields, values))))
-            self.cublas.setMathMode(self.gpu.cublas_handle, 16)  # accumulate in fp32
+            self.cublas.setMathMode(self.gpu.cublas_handle, 16)  # fp32 for partial sums too
         except self.cupy.cuda.compiler.CompileException as e:
             raise UserError(f"NVRTC could not compile kernels.cu:\n{e}") from None
         except self.Fault as e:
@@ -1200,21 +1196,21 @@ class Cuda:
         array.set(values, stream=self.cupy.cuda.get_current_stream())
 
     def get(self, array):
-        return self.cupy.asnumpy(array)
+        return self.cupy.asnumpy(array)  # lets a checkpoint's header through, a NumPy array
 
     def zero(self, array):
         array.data.memset_async(0, array.nbytes)
 
     def launch(self, name, items, *args, threads=None, shared=0):
-        """Run a kernel over so many items; shared: each block's bytes of dynamic shared memory."""
+        """Run a kernel over these items. shared: bytes of dynamic shared memory for each block."""
         if name not in self.kernels:
             raise UserError(f"kernels.cu: there is no kernel {name} with a BLOCK(...) over it")
         function = self.functions[name]
         self.last_kernel = name
-        # 48 KiB need no request; 16 are spared for arrays of the kernels
+        # A block gets 48 KiB without a request, and the kernel's own arrays may take 16 of them
         if shared > 32 * 1024 and shared > function.max_dynamic_shared_size_bytes:
             function.max_dynamic_shared_size_bytes = shared
-        function(*self.kernels[name].plan(items, args, self.W, threads), shared_mem=shared)
+        function(*self.kernels[name].configure(items, args, self.W, threads), shared_mem=shared)
 
     def matmul(self, out, left, right, bias=None, accumulate=False, gelu=None, dgelu_at=None):
         """out (I,J) = left (I,K) @ right (K,J) + bias (J); with accumulate, out += left @ right.
@@ -1236,7 +1232,7 @@ class Cuda:
         transposed_l, stride_l = stride_of(left)
         transposed_r, stride_r = stride_of(right)
         type_l, type_r, type_out = (self.CUDA_TYPES[x.dtype.str[1:]] for x in (left, right, out))
-        # m, n, k are J, I, K; A is right. A matrix: address, type, stride.
+        # cuBLAS calls J, I and K m, n and k, and takes a matrix as its address, type and stride
         self.cublas.gemmEx(
             self.gpu.cublas_handle, transposed_r, transposed_l, J, I, len(right),
             self.ONE.ctypes.data, right.data.ptr, type_r, stride_r, left.data.ptr, type_l, stride_l,
@@ -1399,7 +1395,7 @@ class DataLoader:
         self.check(path, self.total)
 
     def check(self, path, total):
-        """Raise UserError unless so many tokens are a batch."""
+        """Raise UserError if a file is too short for a batch and its last target."""
         if total <= self.size:
             raise UserError(f"{path}: {total:,} tokens; expected {self.size + 1:,} or more, a "
                             "batch and one: a longer file, or a smaller -b or -t")
@@ -1490,12 +1486,12 @@ def number(kind, least, top=math.inf):
 
 
 FLAG_TYPES = {
-    "name": str, "count": number(int, 1), "count or 0": number(int, 0), "rate": number(float, 0),
-    "count or -1": number(int, -1), "switch": number(int, 0, 2), "share": number(float, 0, 1),
+    "name": str, "count": number(int, 1), "count or 0": number(int, 0), "amount": number(float, 0),
+    "count or -1": number(int, -1), "switch": number(int, 0, 2), "fraction": number(float, 0, 1),
     "eps": number(float, 1e-37)}  # the smallest numbers of fp32 would be 0 on a GPU
 ADAMW_FLAGS = ("beta1", "beta2", "eps", "weight_decay", "clip")
 
-# A flag's letter, long name, type or choices, default, and what it is.
+# A flag's letter, long name, type or choices, default, and help.
 FLAGS = [
     ("-i", "--train-data", "name", None, "token file to train on (default: tinyshakespeare)"),
     ("-j", "--val-data", "name", None, "token file to validate on (default: beside -i)"),
@@ -1504,14 +1500,14 @@ FLAGS = [
     ("-b", "--batch-size", "count", 4, "B, sequences in a micro-batch"),
     ("-d", "--total-batch", "count", None, "tokens in a step of micro-batches (default: B*T)"),
     ("-t", "--seq-len", "count", None, "T, tokens in a sequence (default: 1024)"),
-    ("-l", "--learning-rate", "rate", 3e-4, "learning rate"),
+    ("-l", "--learning-rate", "amount", 3e-4, "learning rate"),
     ("-u", "--warmup", "count or 0", 0, "steps in which the rate rises"),
-    ("-q", "--final-fraction", "rate", 1.0, "what the rate falls to, as a fraction of it"),
-    ("-c", "--weight-decay", "rate", 0.0, "weight decay, of matrices and embeddings"),
-    (None, "--beta1", "share", 0.9, "AdamW's decay of the first moment"),
-    (None, "--beta2", "share", 0.999, "AdamW's decay of the second moment"),
+    ("-q", "--final-fraction", "amount", 1.0, "what the rate falls to, as a fraction of it"),
+    ("-c", "--weight-decay", "amount", 0.0, "weight decay, of matrices and embeddings"),
+    (None, "--beta1", "fraction", 0.9, "AdamW's decay of the first moment"),
+    (None, "--beta2", "fraction", 0.999, "AdamW's decay of the second moment"),
     (None, "--eps", "eps", 1e-8, "AdamW's epsilon"),
-    (None, "--clip", "rate", 1.0, "scale a step's gradient down to this norm; 0: never"),
+    (None, "--clip", "amount", 1.0, "scale a step's gradient down to this norm; 0: never"),
     ("-x", "--steps", "count or -1", -1, "steps to train; -1: an epoch"),
     ("-v", "--val-every", "count or 0", 20, "steps between validations; 0: none"),
     ("-m", "--val-batches", "count or -1", 20, "batches of a validation, at most; -1: all"),
@@ -1564,16 +1560,16 @@ def main(arguments=None):
 # ---- Faster. A step of the 124M model in bf16 on an H100, with more on each line:
 #
 #                                                              B=4          B=32
-#     the plain device                                        15.59 ms     74.60 ms
-#     cuBLASLt with the bias, and Hopper's own attention      13.34        58.91
-#     GELU in the product too                                 11.91        56.91
-#     a step as one graph: this file                           8.85        56.52
-#     the chapters that a run with dev/ attaches               8.45        53.69
+#     the plain device                                        11.8 ms      74.1 ms
+#     cuBLASLt with the bias, and Hopper's own attention      14.1         58.3
+#     GELU in the product too                                  9.5         57.0
+#     a step as one graph: this file                           8.73        56.2
+#     the chapters that a run with dev/ attaches               8.02        52.4
 #
 # At B=4 the host is too slow to launch one kernel after another, until the graph does it.
 
 
-# cublasLt.h's numbers: what happens to a product on its way to memory
+# cublasLt.h's numbers: functions applied to a product before it is stored
 EPILOGUES = {"DEFAULT": 1, "BIAS": 4, "GELU_AUX_BIAS": 164, "DGELU": 192}
 REDUCE_IN_COMPUTE_TYPE = 2  # sums of several parts of a product are added up in fp32
 
@@ -1596,9 +1592,8 @@ def aligned_bytes(size):
 
 
 class FastCuda(Cuda):
-    """Cuda with cuBLASLt, in place of cuBLAS. Graphs can capture its products, and an epilogue
-    applies bias or GELU to out in registers. CuPy loads the library without wrapping it, so ctypes
-    calls it."""
+    """Cuda with cuBLASLt. Its epilogues apply bias or GELU to out in registers, and graphs can have
+    its products, while CuPy refuses to capture cuBLAS. CuPy has no calls for it, so ctypes has."""
     # Attributes of a product, and of a search for algorithms: cublasLt.h's numbers, and their types
     PRODUCT = {"TRANSA": (3, ctypes.c_int), "TRANSB": (4, ctypes.c_int),
                "EPILOGUE": (7, ctypes.c_int), "BIAS_POINTER": (8, ctypes.c_void_p),
@@ -1607,17 +1602,17 @@ class FastCuda(Cuda):
     SEARCH = {"MAX_WORKSPACE_BYTES": (1, ctypes.c_size_t),
               "REDUCTION_SCHEME_MASK": (3, ctypes.c_uint32),
               **{f"MIN_ALIGNMENT_{x}_BYTES": (n, ctypes.c_uint32) for n, x in enumerate("ABCD", 5)}}
-    WORKSPACE = 32 * 2**20  # bytes, as many as cuBLAS takes on Hopper
+    WORKSPACE = 32 * 2**20  # bytes, as cuBLAS takes on Hopper
     AVOID = "--plain 1 does without it"
 
     def __init__(self, dtype, c):
-        self.HS = c.C // c.NH
-        self.hopper = False  # whether kernels are compiled with -DHOPPER; switches sets it
-        super().__init__(dtype, c)  # compiles, and so calls switches
+        self.HS = c.C // c.NH  # before Cuda's constructor, which compiles
+        super().__init__(dtype, c)
         self.fused_gelu = dtype == "bf16"  # whether GELU is part of its product
         self.capturing = self.cupy.cuda.Stream(non_blocking=True)  # the default one cannot capture
         self.maps = {}  # {(T, HS, array's address, its shape): tensor map}
-        self.plans = {}  # {product: how to do it}
+        self.products = {}  # {shapes and more of a product: (its plan, the algorithm)}
+        # Linux lists the files that a process has loaded
         loaded = re.search(r"/.*libcublasLt\.so.*", Path("/proc/self/maps").read_text())
         if not loaded:
             raise UserError("CuPy has loaded no cuBLASLt: pip install -r requirements.txt; "
@@ -1630,15 +1625,16 @@ class FastCuda(Cuda):
             MAX_WORKSPACE_BYTES=self.WORKSPACE, REDUCTION_SCHEME_MASK=REDUCE_IN_COMPUTE_TYPE,
             **alignments))
 
-    def switches(self):
-        """On Hopper, bf16 attention has its own instructions, for heads of 64, 72 .. 128."""
-        if self.capability != 90:
-            return super().switches()
-        self.hopper = self.real == BF16 and self.HS in range(64, 129, 8)
-        # wgmma needs the target sm_90a; sm_90 is not enough
-        return [*super().switches(), "-arch=sm_90a", *(["-DHOPPER"] if self.hopper else [])]
+    @property
+    def hopper(self):
+        """Whether attention uses Hopper's own instructions: in bf16, for heads of 64, 72 .. 128."""
+        return self.capability == 90 and self.real == BF16 and self.HS in range(64, 129, 8)
 
-    # ---- A product: matmul says what happens to it, product does it. Its plan is made once.
+    def switches(self):
+        target = ["-arch=sm_90a"] if self.capability == 90 else []  # sm_90 has no wgmma
+        return [*super().switches(), *target, *(["-DHOPPER"] if self.hopper else [])]
+
+    # ---- A product: matmul chooses its epilogue, product makes its plan once and queues it.
 
     def matmul(self, out, left, right, bias=None, accumulate=False, gelu=None, dgelu_at=None):
         """As Cuda.matmul."""
@@ -1662,10 +1658,10 @@ class FastCuda(Cuda):
         """Queue out = left @ right, or +=, with an epilogue: attributes of PRODUCT."""
         key = (out.shape, left.shape, left.strides, right.strides, out.itemsize, left.dtype,
                accumulate, *epilogue.items())
-        if key not in self.plans:
+        if key not in self.products:
             plan = self.describe(out, left, right, epilogue)
-            self.plans[key] = plan, self.algorithm(plan)
-        self.multiply(*self.plans[key], out, left, right, accumulate)
+            self.products[key] = plan, self.algorithm(plan)
+        self.multiply(*self.products[key], out, left, right, accumulate)
 
     def describe(self, out, left, right, epilogue):
         """A product as cuBLASLt wants it, of out.T = right.T @ left.T: (description, matrices
@@ -1726,7 +1722,7 @@ class FastCuda(Cuda):
     # ---- A step as one graph
 
     def repeat(self, graphs, key, work):
-        """Do work(): first plainly, which makes the plans of products, then to record a graph. From
+        """Do work(): first plainly, which makes products' plans, then to record a graph. From
         then on one launch does it all, without gaps between kernels."""
         if key not in graphs:
             work()
@@ -1743,9 +1739,9 @@ class FastCuda(Cuda):
 
     # ---- Hopper's copy engine, which brings attention its tiles
 
-    def launch(self, name, items, *args, **sizes):
+    def launch(self, name, items, *args, **block):
         """As Cuda.launch."""
-        super().launch(name, items, *self.with_tensor_maps(name, args), **sizes)
+        super().launch(name, items, *self.with_tensor_maps(name, args), **block)
 
     def with_tensor_maps(self, name, args):
         """The arguments; on Hopper, tensor maps for arrays that attention reads by tiles."""
@@ -1763,17 +1759,13 @@ class FastCuda(Cuda):
         if key not in self.maps:
             N, width = array.shape
             made = aligned_bytes(128)
-
-            def numbers(kind, *values):
-                return (kind * len(values))(*values)
-
-            sizes = numbers(ctypes.c_uint64, HS, width // HS, T, N // T)
-            strides = numbers(ctypes.c_uint64, 2 * HS, 2 * width, 2 * width * T)  # bytes
-            box = numbers(ctypes.c_uint32, 64, 1, 64, 1)
-            steps = numbers(ctypes.c_uint32, 1, 1, 1, 1)
+            shape = (ctypes.c_uint64 * 4)(HS, width // HS, T, N // T)
+            strides = (ctypes.c_uint64 * 3)(2 * HS, 2 * width, 2 * width * T)  # bytes
+            box = (ctypes.c_uint32 * 4)(64, 1, 64, 1)
+            steps = (ctypes.c_uint32 * 4)(1, 1, 1, 1)
             status = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled(
                 ctypes.c_void_p(made.ctypes.data), 9, 4,  # bf16; channel, head, token, sequence
-                address(array), sizes, strides, box, steps,
+                address(array), shape, strides, box, steps,
                 0, 3, 2, 0)  # not interleaved, 128-byte swizzle, 128 bytes at a time, zeros beyond
             if status:
                 raise UserError(f"cuTensorMapEncodeTiled failed with status {status}: {T=}, "

@@ -62,7 +62,7 @@ class Model:
         done = 0
         for part in self.parts(tokens, np.zeros_like(tokens)):  # nobody reads the targets
             model.forward(*part)
-            for rows in model.parts:  # again, since forward keeps the last part
+            for rows in model.slices:  # again, since forward keeps the last rows
                 found = train_gpt2.to_float(model.device.get(model.head_forward(rows)))
                 flat[done : done + len(found)] = found[:, : self.config.V]
                 done += len(found)
@@ -94,7 +94,7 @@ class Model:
 
     def step(self, tokens, targets, learning_rate=3e-4, **adamw):
         """Update the parameters by AdamW, and return the loss before. adamw: beta1, beta2, eps,
-        weight_decay, clip, as for train_gpt2.GPT2.set_adamw. There is no update if the loss or the
+        weight_decay, clip, as for train_gpt2.GPT2.start_step. There is no update if the loss or the
         gradient is not finite. Raises UserError."""
         batches = self.batches(*self.pair(tokens, targets))
         flags = vars(self.flags_of(learning_rate=learning_rate, **adamw))

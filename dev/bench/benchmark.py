@@ -123,7 +123,7 @@ FLAGS = [
     ("-e", "--model", "name", "d12", "GPT-2 of the table of kernels"),
     (None, "--dtype", ("fp32", "tf32", "bf16", "fp8"), "bf16", "its dtype"),
     ("-b", "--batch-size", "count", 32, "its B"),
-    (None, "--minutes", "rate", 9.0, "start nothing after this many, and stop what runs"),
+    (None, "--minutes", "amount", 9.0, "start nothing after this many, and stop what runs"),
     (None, "--commit", str, None, "what the report says was measured (default: git's HEAD)"),
     (None, "--out", "name", None, "write the new text there (default: dev/RESULTS.md)"),
     (None, "--job", str, None, "for this program's own processes"),

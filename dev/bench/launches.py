@@ -121,7 +121,7 @@ class Noting(Cuda):
         pass
 
     def launch(self, name, items, *args, threads=None, shared=0):
-        grid, (threads,), _ = self.kernels[name].plan(items, args, self.W, threads)
+        grid, (threads,), _ = self.kernels[name].configure(items, args, self.W, threads)
         self.launched.append(Launch(name, grid, threads, shared))
         names = [re.search(r"\w+$", text)[0] for text in self.kernels[name].parameters]
         what, needs = NEEDS.get(name, ("", lambda a, grid: (0, 0)))
@@ -189,9 +189,9 @@ WIDE = {"fp32": [(4160, 65), (5120, 40), (6944, 217), (1152, 8), (1280, 8), (204
 def like_hopper(capability, dtype, c):
     """Whether FastCuda compiles its kernels with -DHOPPER."""
     device = object.__new__(FastCuda)
-    vars(device).update(capability=int(digits(capability)), dtype=dtype, compiled_for=[],
-                        real=np.float32 if dtype in ("fp32", "tf32") else BF16, HS=c.C // c.NH)
-    return "-DHOPPER" in device.switches()
+    vars(device).update(capability=int(digits(capability)), HS=c.C // c.NH,
+                        real=np.float32 if dtype in ("fp32", "tf32") else BF16)
+    return device.hopper
 
 
 def compiled(capability, dtype, c):

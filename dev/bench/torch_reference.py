@@ -197,9 +197,9 @@ class Llama(NamedTuple):
         (None, "--kv-heads", "count", 4, "Llama's NKV, which divides NH"),
         (None, "--multiple-of", "count", 256, "the MLP's hidden channels, 8/3 C times "
          "--ffn-multiplier, are rounded up to a multiple of this"),
-        (None, "--ffn-multiplier", "rate", 1.0, "see --multiple-of"),
-        (None, "--norm-eps", "rate", 1e-5, "added to the mean square in RMSNorm"),
-        (None, "--theta", "rate", 500000.0, "the base of RoPE's wavelengths"),
+        (None, "--ffn-multiplier", "amount", 1.0, "see --multiple-of"),
+        (None, "--norm-eps", "amount", 1e-5, "added to the mean square in RMSNorm"),
+        (None, "--theta", "amount", 500000.0, "the base of RoPE's wavelengths"),
         (None, "--scaled", "count or 0", 0, "1: long wavelengths are scaled by 8, as in Llama 3.1; "
          "2 and more: by that, 32 in Llama 3.2"),
         (None, "--tied", "switch", 0, "1: wte is the head too"),
@@ -326,18 +326,18 @@ MODEL_FLAGS = [
     (None, "--channels", "count", 768, "C, a multiple of 32"),
     (None, "--vocab", "count", 50257, "V"),
     (None, "--max-seq-len", "count", 1024, "maxT, the rows of GPT-2's wpe"),
-    (None, "--std", "rate", 0.02, "standard deviation of the random weights; a tiny model tells "
+    (None, "--std", "amount", 0.02, "standard deviation of the random weights; a tiny model tells "
      "more with a larger one"),
 ]
 RUN_FLAGS = [
     (None, "--batch", "count", 4, "B"),
     (None, "--seq-len", "count", 64, "T, at most maxT"),
     (None, "--seed", "count or 0", 1337, "of the tokens and the weights"),
-    (None, "--learning-rate", "rate", 1e-4, "of AdamW"),
-    (None, "--beta1", "share", 0.9, "decay of AdamW's first moment"),
-    (None, "--beta2", "share", 0.999, "decay of AdamW's second moment"),
+    (None, "--learning-rate", "amount", 1e-4, "of AdamW"),
+    (None, "--beta1", "fraction", 0.9, "decay of AdamW's first moment"),
+    (None, "--beta2", "fraction", 0.999, "decay of AdamW's second moment"),
     (None, "--eps", "eps", 1e-8, "added to the root of AdamW's second moment"),
-    (None, "--weight-decay", "rate", 0.01, "of matrices and embeddings"),
+    (None, "--weight-decay", "amount", 0.01, "of matrices and embeddings"),
 ]
 FLAGS = [
     (None, "prefix", argument("PREFIX"), None, "what the names of the files begin with"),

@@ -143,7 +143,7 @@ class Cpu(Host):
             return self.emulated.launch(name, items, *args, threads=threads, shared=shared)
         kernel, function, scalars, more = self.loops[name]
         if len(args) != len(scalars):
-            kernel.plan(items, args, self.W)  # which says so
+            kernel.configure(items, args, self.W)  # which says so
         check_arrays(kernel, args, self.real)
         count = items[-1] if isinstance(items, tuple) else items
         function(*(to(arg) if to else address(arg) for to, arg in zip(scalars, args)),

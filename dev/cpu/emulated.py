@@ -166,7 +166,7 @@ class Emulated(Host):
         kernel, given = self.kernels[name], args
         args = FastCuda.with_tensor_maps(self, name, args)
         threads = threads or min(kernel.threads, self.max_threads)
-        grid, block, args = kernel.plan(items, args, self.W, threads)
+        grid, block, args = kernel.configure(items, args, self.W, threads)
         if not self.students:
             check_arrays(kernel, args, self.real)
 

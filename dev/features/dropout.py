@@ -121,6 +121,6 @@ class DroppedTraining:
 FEATURE = Feature(
     "dropout", lambda flags, ranks: flags.dropout, Dropped, DroppedTraining, sources=(SOURCE,),
     flags=(
-        Flag(None, "--dropout", "share", 0.0, "P: in training, drop a share P of the embeddings "
+        Flag(None, "--dropout", "fraction", 0.0, "P: in training, drop a share P of the embeddings "
              "and of each layer's two outputs; attention's weights stay; on a GPU without the "
              "chapter fused biases", "the update"),))

@@ -45,7 +45,6 @@ class NoKernelsOnGpu:
 
     def compile(self, sources):
         self.kernels, self.functions = {}, {}
-        self.switches()  # says whether the GPU is Hopper
         self.cublas.setMathMode(self.gpu.cublas_handle, 16)  # and so it is loaded
 
 

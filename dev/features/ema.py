@@ -86,9 +86,9 @@ class AveragedAndKept:
 FEATURE = Feature(
     "ema", lambda flags, ranks: flags.ema is not None, Averaged, AveragedTraining,
     sources=(SOURCE,), flags=(
-        Flag(None, "--ema", "share", None, "D: keep a moving average of the weights, ema = D*ema + "
-             "(1-D)*weights after each update, and write it to -o as ema_*.bin (default: none)",
-             "the update", needs="output", replayed=False),),
+        Flag(None, "--ema", "fraction", None, "D: keep a moving average of the weights, ema = "
+             "D*ema + (1-D)*weights after each update, and write it to -o as ema_*.bin (default: "
+             "none)", "the update", needs="output", replayed=False),),
     pairs=(Pair("runs", training=AveragedAndKept),), saved=("ema",),
     excludes={"zero": "--ema --zero 1: the average is of whole parameters, and ZeRO keeps a share "
                       "of them: expected --zero 0"})

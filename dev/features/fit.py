@@ -69,15 +69,13 @@ class Fitting:
         return "" if fits else "; choose a smaller -t or -e"
 
 
-class FittingTraining:
-    """A run that prints how much memory it takes."""
+class Told:
+    """Prints how much memory a run takes."""
 
-    def announce(self):
-        super().announce()
-        asked, free, fits = self.Model.memory(self.config, self.device, self.flags.batch_size,
-                                              self.T)
-        print(f"memory       | {size_of(asked)}; -b {fits} would fit into "
-              f"{free / 2**30:.2f} GiB")
+    def prepared(self, run):
+        asked, free, fits = run.Model.memory(run.config, run.device, run.flags.batch_size, run.T)
+        run.say(f"memory       | {size_of(asked)}; -b {fits} would fit into "
+                f"{free / 2**30:.2f} GiB")
 
 
-FEATURE = Feature("memory", model=Fitting, training=FittingTraining)
+FEATURE = Feature("memory", model=Fitting, observer=Told)

@@ -31,6 +31,6 @@ class Smoothed:
 FEATURE = Feature(
     "label smoothing", lambda flags, ranks: flags.label_smoothing, Smoothed, sources=(SOURCE,),
     flags=(
-        Flag(None, "--label-smoothing", "share", 0.0, "E: train on targets of 1-E for the right "
+        Flag(None, "--label-smoothing", "fraction", 0.0, "E: train on targets of 1-E for the right "
              "word plus E/V for each of the V words; validations do not",
              "experiments, and the seed", after="--attention"),))

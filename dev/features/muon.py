@@ -133,14 +133,14 @@ class BatchOnGpu(Orthogonal):
     def matmul_batch(self, out, left, right, factor=1.0, add=None, share=0.0):
         """As BatchOnCpu's. cuBLASLt reads add where it lies, and writes out."""
         key = "batch", out.shape, left.shape, left.strides, right.strides, out.itemsize
-        if key not in self.plans:
+        if key not in self.products:
             plan = self.describe(out[0], left[0], right[0], dict(EPILOGUE=EPILOGUES["DEFAULT"]))
             for layout, x in zip(plan[1:], (right, left, out)):
                 self.set_batch(layout, x)
             timed = hasattr(self, "choose")
-            self.plans[key] = plan, (self.choose(key, plan, False, out, left, right) if timed
+            self.products[key] = plan, (self.choose(key, plan, False, out, left, right) if timed
                                      else self.algorithm(plan))
-        (description, *layouts), algorithm = self.plans[key]
+        (description, *layouts), algorithm = self.products[key]
         of_right, of_left, of_out = layouts
         stream = self.cupy.cuda.get_current_stream()
         self.call("Matmul", self.handle, description, ctypes.byref(ctypes.c_float(factor)),
@@ -352,9 +352,9 @@ class Muon:
     def workspace(self, rows, columns, matrices):
         return carve(self.room, self.workspace_of(rows, columns, matrices, self.device.real))
 
-    def set_adamw(self, learning_rate=3e-4, **more):
+    def start_step(self, learning_rate=3e-4, **more):
         """Begin a step. Muon's rate follows the same schedule."""
-        super().set_adamw(learning_rate=learning_rate, **more)
+        super().start_step(learning_rate=learning_rate, **more)
         flags = self.flags
         rate = flags.muon_lr * learning_rate / flags.learning_rate
         momentum = flags.muon_momentum
@@ -493,9 +493,9 @@ def refused(flags):
 
 
 OF_MUON = (
-    Flag(None, "--muon-lr", "rate", 0.03, "Muon's learning rate, which follows the schedule of -l",
-         "the update", after="--optimizer"),
-    Flag(None, "--muon-momentum", "share", 0.95, "Muon's momentum; 0.85 is better in a "
+    Flag(None, "--muon-lr", "amount", 0.03, "Muon's learning rate, which follows the schedule of "
+         "-l", "the update", after="--optimizer"),
+    Flag(None, "--muon-momentum", "fraction", 0.95, "Muon's momentum; 0.85 is better in a "
          "run of some hundred steps", "the update",
          after="--muon-lr"),
     Flag(None, "--muon-coefficients", (*COEFFICIENTS,), "polar-express", "polar-express: "

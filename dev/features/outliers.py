@@ -74,9 +74,9 @@ class OutliersTraining:
 FEATURE = Feature(
     "outliers", lambda flags, ranks: flags.loss_limit or flags.norm_limit, Outliers,
     OutliersTraining, sources=(SOURCE,), flags=(
-        Flag("-sl", "--loss-limit", "rate", 0.0, "skip a step's update if its loss has a z-score "
+        Flag("-sl", "--loss-limit", "amount", 0.0, "skip a step's update if its loss has a z-score "
              "above this among the last 128; 0: never", "the update", replayed=False),
-        Flag("-sg", "--norm-limit", "rate", 0.0, "the same for the gradient's norm", "the update",
+        Flag("-sg", "--norm-limit", "amount", 0.0, "the same for the gradient's norm", "the update",
              replayed=False)),
     state={"windows": (lambda x: numbers(x, (2, WINDOW)), f"2 lists of {WINDOW} numbers"),
            "seen": (lambda x: numbers(x, (1,)), "[a number]")})

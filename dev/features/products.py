@@ -31,11 +31,11 @@ class TimedProducts:
         """As FastCuda.product, with the chosen algorithm."""
         key = (out.shape, a.shape, a.strides, b.strides, out.itemsize, a.dtype, accumulate,
                *epilogue.items())
-        if key not in self.plans:
+        if key not in self.products:
             plan = self.describe(out, a, b, epilogue)
             name = self.name_of(out, a, b, epilogue)
-            self.plans[key] = plan, self.choose(name, plan, accumulate, out, a, b)
-        self.multiply(*self.plans[key], out, a, b, accumulate)
+            self.products[key] = plan, self.choose(name, plan, accumulate, out, a, b)
+        self.multiply(*self.products[key], out, a, b, accumulate)
 
     def name_of(self, out, a, b, epilogue):
         """What is known of a product, but for addresses: its name in the cache."""

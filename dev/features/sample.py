@@ -304,7 +304,7 @@ FEATURE = Feature(
              "tokens, and do not train", GROUP, replayed=False, may_differ=True),
         Flag(None, "--samples", "count", 1, "write N continuations, of the seeds --seed, --seed + "
              "1, ...", GROUP, after="--sample", needs="sample", replayed=False, may_differ=True),
-        Flag(None, "--temperature", "rate", 1.0, "of samples: below 1 makes likely tokens "
+        Flag(None, "--temperature", "amount", 1.0, "of samples: below 1 makes likely tokens "
              "likelier; 0: always the likeliest; first runs have 0.8", SHOWN,
              after="--sample-tokens", may_differ=True),
         Flag(None, "--top-k", "count or 0", 0, "in samples, draw from the K likeliest tokens; "

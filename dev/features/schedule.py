@@ -36,7 +36,8 @@ def refuses(flags):
 
 
 FEATURE = Feature(
-    "schedule", training=Scheduled, refuses=refuses, flags=(
+    "schedule", lambda flags, ranks: flags.schedule != "cosine" or flags.resume,  # it tells both
+    training=Scheduled, refuses=refuses, flags=(
         Flag("-k", "--schedule", ("cosine", "linear", "constant", "wsd"), "cosine", "how the "
              "learning rate falls; wsd: at the end", "the update", after="--learning-rate"),
         Flag("-u", "--warmup", "count or 0", 0, "steps in which the rate rises; a constant rate "

@@ -42,8 +42,8 @@ class Counted:
         tables = super().tables(c, device, B, T)
         return tables | {"update": [*tables["update"], Row("counter", (2,))]}
 
-    def set_adamw(self, seed=None, **settings):
-        super().set_adamw(**settings)
+    def start_step(self, seed=None, **settings):
+        super().start_step(**settings)
         self.count_step(self.step, seed)
 
     def count_step(self, step, seed=None):

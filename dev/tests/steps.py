@@ -69,7 +69,7 @@ def repeated_steps(device):
             model.forward(y[:1, :7], x[:1, :7])  # a validation between two steps
             if pass_by_pass:
                 gradients(model, (x, y))
-                model.set_adamw(**settings)
+                model.start_step(**settings)
                 model.update_pass()
                 reports.append(model.verdict())
             else:
@@ -97,7 +97,7 @@ def clipped_gradients(device):
     for clip, left in ((0, 1), (0.5, 0.5), (2, 1)):
         gradient = np.concatenate([array.ravel() for array in gradients(model, batch).values()])
         norm = np.linalg.norm(np.float64(gradient))
-        model.set_adamw(clip=clip * norm, beta1=0)
+        model.start_step(clip=clip * norm, beta1=0)
         model.update_pass()
         yield f"norm, clip {clip}", model.verdict().norm, norm
         yield (f"m, clip {clip}", device.get(model.arenas["adam m"].view(np.float32)),
@@ -179,7 +179,7 @@ def mean_moments(device):
     gradients = model.arenas["gradients"].view(np.float32)
     device.put(gradients, np.full(gradients.size, gradient))
     for _ in range(steps):
-        model.set_adamw(learning_rate=0.0, seed=42)
+        model.start_step(learning_rate=0.0, seed=42)
         model.update_pass()
     for name, wish, limit in (("m", gradient, 1e-4), ("v", gradient**2 * (1 - 0.999**steps), 1e-3)):
         found = to_float(device.get(model.arenas[f"adam {name}"].view(BF16)))
@@ -203,7 +203,7 @@ def bits_of_updates(device):
             results.append(device.empty(array.nbytes).view(array.dtype))
             device.put(results[-1], array)
         *arrays, starts, decayed, model.adam.settings, verdict = results
-        GPT2.set_adamw(model, learning_rate=rate)
+        GPT2.start_step(model, learning_rate=rate)
         given = arrays if len(numbers) == 2 else (arrays[0], None, *arrays[1:])
         device.launch("adamw", grads.size, *given, starts, decayed, 1, grads.size,
                       model.adam.settings, verdict)

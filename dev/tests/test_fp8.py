@@ -344,7 +344,7 @@ def test_head(device_name):
     with mock.patch("train_gpt2.LOGIT_ROWS", 16):
         model = poisoned_model(place, 2, 23, fp8="head", C=64, NH=2)
         steps_of(model, 3, 2)
-        check("parts", len(model.parts) == 3, model.parts)
+        check("slices", len(model.slices) == 3, model.slices)
         before, n = place.get(place.all_scales)[:, 1], place.count
         batch = pack_batch(*np.random.default_rng(5).integers(257, size=(2, 2, 23), dtype=np.int32))
         model.set_batch(batch)
@@ -357,7 +357,7 @@ def test_head(device_name):
         inputs, words, room = (on_device(in_bf16, place.get(x)) for x in (
             model.acts.lnf, model.params.wte, model.acts.logits))
         dlogits8 = []
-        for rows in model.parts:
+        for rows in model.slices:
             logits = model.head_forward(rows)
             # 8-bit ones would be 3% off.
             yield f"logits {rows.start}", place.get(logits), lnf[rows] @ wte.T, 3e-3

@@ -307,7 +307,7 @@ def test_files_of_a_run(device_name, folder):
     after the preprocessor, on whatever GPU, with whatever heads."""
     def begin(self, dtype, c, beside=()):
         self.capability, self.dtype, self.compiled_for = gpu, dtype or "bf16", c.switches()
-        self.HS, self.hopper = c.C // c.NH, False
+        self.HS = c.C // c.NH
         self.real = np.float32 if dtype in ("fp32", "tf32") else BF16
         self.compile([*c.SOURCES, *beside])
 

@@ -93,8 +93,8 @@ def test_arrays_too_small(device_name):
              "add_partials layernorm_backward matmul_backward_bias"),
             ("half of sums", ARRAYS, True, less_sums(2), ""),
             ("a quarter of sums", ARRAYS, True, less_sums(4), "attention_backward_q sum_rows"),
-            ("half of norm", ARRAYS, False,
-             (train_gpt2, "update_table", less(train_gpt2.update_table, "norm", 2)),
+            ("half of gradient_norm", ARRAYS, False,
+             (train_gpt2, "update_table", less(train_gpt2.update_table, "gradient_norm", 2)),
              "global_norm"),
             ("one tensor too many", ARRAYS, False, (launches, "most_tensors", lambda: 15),
              "adamw")):

@@ -467,7 +467,7 @@ def test_others(folder):
     text = train(None, *data, "-e", TINY, "--dtype", "fp8")
     check("FP8 trains", "loss" in text.splitlines()[-1])
     model = muon_model(GPT2, CONFIG, "cpu", "--muon-lr", 0.04)
-    model.set_adamw(**SETTINGS | dict(learning_rate=SETTINGS["learning_rate"] / 4))
+    model.start_step(**SETTINGS | dict(learning_rate=SETTINGS["learning_rate"] / 4))
     yield "the rate is in device memory", model.adam.muon, [0.01, 0.95, 0.05], 1e-6
 
 
@@ -555,7 +555,7 @@ def share_of_model(architecture, c, device, rank, count):
     model = attach(flags, Training, architecture, ranks)[1](c, device, 1, 8)
     whole = model.arenas["gradients"].view(np.float32)
     device.put(whole, np.arange(whole.size))
-    model.set_tensors((), model.master)  # keeps the share of what is staged there
+    model.set_tensors((), model.masters)  # keeps the share of what is staged there
     return model
 
 

@@ -37,8 +37,8 @@ def test_z_scores(device_name):
             values = 5.0 if i == 150 else 3 + 0.01 * (i % 7), 1.0
             loss, norm = values if loss_first else values[::-1]
             device.put(model.adam.verdict, Verdict(norm=0, loss=loss, update=0, stopped=0))
-            device.put(model.adam.norm[:1], [norm])
-            model.set_adamw()
+            device.put(model.adam.gradient_norm[:1], [norm])
+            model.start_step()
             model.judge()
             found.append(model.z_scores(model.step))
             updates.append(bool(model.verdict().update))

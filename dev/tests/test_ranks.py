@@ -111,7 +111,7 @@ def test_places_of_shares(device_name, folder):
             model = class_of(rank, count, "-z", 1, "--moments", "bf16")(c, place, 1, 8)
             whole = model.arenas["gradients"].view(np.float32)
             place.put(whole, np.arange(whole.size))
-            model.set_tensors((), model.master)  # keeps the share of what is staged there
+            model.set_tensors((), model.masters)  # keeps the share of what is staged there
             kept, starts = master_numbers(model), place.get(model.adam.starts).tolist()
             for start, stop, first, piece, stride in zip(starts, starts[1:],
                                                          *place.get(model.adam.places).tolist()):

@@ -208,8 +208,8 @@ def load_state(path_of, model, data, had=None):
     as_before, known = len(states) == model.count, model.rank < len(states)
     load_position(states[min(model.rank, len(states) - 1)], data, as_before, known, had)
     names = {row.name for row in c.parameter_table()}
-    for tensors, kept in zip(finite_sets(states, c), (*moments_of(model), model.master)):
-        if kept is not model.master:
+    for tensors, kept in zip(finite_sets(states, c), (*moments_of(model), model.masters)):
+        if kept is not model.masters:
             tensors = ((name, values) for name, values in tensors if name in names)
         model.set_tensors(tensors, kept)
     model.step = states[0].step

@@ -82,7 +82,7 @@ def state_parts(model, position, shared=False):
     header.view("<u8")[[10, 11, 15, 16]] = SEED, SEED, position.place, position.next
     yield header
     table = state_table(c, count, rank, version) if shared else None
-    for kept in (*moments_of(model), model.master):
+    for kept in (*moments_of(model), model.masters):
         for halves in zip(*(of_share(table, views) if shared
                             else c.file_parts(completed(c, views)) for views in kept)):
             halves = [half.reshape(-1) for half in halves]

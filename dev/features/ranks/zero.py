@@ -64,9 +64,9 @@ class Sharded:
     def __init__(self, *args, **keywords):
         super().__init__(*args, **keywords)
         arenas = [name for name in ("param share", "low share") if name in self.arenas]
-        self.master = [self.share_views(name) for name in arenas]
+        self.masters = [self.share_views(name) for name in arenas]
         # arrays of gather_part
-        self.gathers = self.by_layers(self.cuts(self.params, self.master[0]))
+        self.gathers = self.by_layers(self.cuts(self.params, self.masters[0]))
         self.norms = self.arenas["share norms"].view(np.float32)[: -(-self.count // 4) * 4]
 
     def share_views(self, arena):
@@ -105,7 +105,7 @@ class Sharded:
 
     def set_tensors(self, tensors, kept):
         """As GPT2.set_tensors, from whole tensors; this rank keeps its share of them."""
-        whole = [self.grads, self.params] if kept is self.master else [self.grads]
+        whole = [self.grads, self.params] if kept is self.masters else [self.grads]
         super().set_tensors(tensors, whole)
         for views in kept:
             for _, _, pieces, own, tail, rest in self.cuts(self.grads, views):
@@ -188,9 +188,9 @@ class Sharded:
                    arenas["adam v"])
 
     def norm_of(self, gradients):
-        """As GPT2.norm_of, then adam.norm[0] = the norm of all shares' norms."""
+        """As GPT2.norm_of, then adam.gradient_norm[0] = the norm of all shares' norms."""
         super().norm_of(gradients)
-        via, norm = self.ranks.via, self.adam.norm
+        via, norm = self.ranks.via, self.adam.gradient_norm
         with via.fork():
             via.gather(norm[:1], self.norms[: self.count])
         via.join()
