@@ -2,6 +2,7 @@
 import functools
 import inspect
 import os
+import signal
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from unittest import mock
@@ -32,6 +33,9 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     checks.silent = config.option.verbose < 1
+    for number in (signal.SIGINT, signal.SIGHUP):  # ignored in a background, and so by our programs
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
     if getattr(config.option, "dist", "no") == "load":  # -n: a file's tests share a process
         config.option.dist, config.option.loadscopereorder = "loadgroup", False
 
