@@ -1560,11 +1560,11 @@ def main(arguments=None):
 # ---- Faster. A step of the 124M model in bf16 on an H100, with more on each line:
 #
 #                                                              B=4          B=32
-#     the plain device                                        11.8 ms      74.1 ms
-#     cuBLASLt with the bias, and Hopper's own attention      14.1         58.3
-#     GELU in the product too                                  9.5         57.0
-#     a step as one graph: this file                           8.73        56.2
-#     the chapters that a run with dev/ attaches               8.02        52.4
+#     the plain device                                        11.6 ms      73.4 ms
+#     cuBLASLt with the bias, and Hopper's own attention      11.6         57.9
+#     GELU in the product too                                 10.5         56.0
+#     a step as one graph: this file                           8.82        55.8
+#     the chapters that a run with dev/ attaches               8.17        51.8
 #
 # At B=4 the host is too slow to launch one kernel after another, until the graph does it.
 
