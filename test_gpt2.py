@@ -40,8 +40,7 @@ from dev.tests.models import (ATTENTION, FIXTURES, LIMITS, LOWER, check_dump, ch
                               check_launched, device_of, each_device, each_kind, places_of, poison,
                               read_debug_state, read_flags)
 from dev.tests.steps import check_steps
-from prepro_tinyshakespeare import UserError
-from train_gpt2 import BF16, HERE, LOW, kept_as, to_float
+from train_gpt2 import BF16, HERE, LOW, UserError, kept_as, to_float, whole_shape
 
 MOMENTS = HERE / "dev/features/moments.cu"
 
@@ -236,7 +235,7 @@ def forward_pass(device, C, NH):
     poison(model, "activations")
     for row in c.parameter_table():
         mean, std = HARD.get(row.name, (0, 0.2))
-        model.set_parameters([(row.name, np.float32(mean + std * normal(*row.whole_shape)))])
+        model.set_parameters([(row.name, np.float32(mean + std * normal(*whole_shape(row))))])
     tensors = [(name, device.get(array)) for name, array in vars(model.params).items()]  # rounded
     tokens, targets = words(c.V, 2, B, T)
     logits, loss = in_numpy(c, tensors, tokens, targets)

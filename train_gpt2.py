@@ -6,9 +6,7 @@ dev/gpt2_numpy.py has the model in 40 lines of NumPy, and dev/gpt2_numpy_backwar
 gradients: begin there. Then read this file from top to bottom, with kernels.cu beside it: tables of
 all tensors; the model, each layer's forward, then its backward; the update; the loop. You may stop
 there. The rest is what these use: memory, the GPU, files and batches, a sample, the flags.
-"Faster", at the end, adds only speed: `--plain 1` leaves it out. dev/ adds features to this file,
-and replaces little of it; with it, the command above trains a small model on bytes for a minute,
-and -e d12 one of GPT-2's size.
+"Faster", at the end, adds only speed: `--plain 1` leaves it out. dev/ adds features.
 
 Sizes:
 
@@ -17,14 +15,6 @@ Sizes:
     N   tokens in a batch, B*T          C   channels of a token; OC of a linear layer's output
     V   words of the vocabulary         HS  channels of a head, C/NH
     Vp  V padded, so that the matrix product over it is fast
-
-A kernel is a function in C++ that a GPU runs many times at once:
-
-    thread         One run of the function. Its index tells it which part of the work to do.
-    warp           32 threads, its lanes, which execute instructions together.
-    block          Up to 1,024 threads of one multiprocessor. They can wait for each other.
-    shared memory  64 to 227 KB of fast memory on each multiprocessor, shared by a block's threads.
-    grid           All blocks of a launch. The 100 or so multiprocessors take them in any order.
 """
 import argparse
 import ctypes
@@ -33,6 +23,7 @@ import itertools
 import math
 import os
 import re
+import secrets
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -40,32 +31,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
-from prepro_tinyshakespeare import (EOT, UserError, data_paths, gpt2_encoding,
-                                    make_header, replace_file, run_main)
-import numpy as np  # after prepro_tinyshakespeare, which sets how its threads wait
-
-HERE = Path(__file__).resolve().parent
-KERNELS = HERE / "kernels.cu"
+# On a CPU, NumPy's idle threads sleep, and leave the cores to the kernels' threads
+os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
+import numpy as np
 
 # ---- The model's sizes, and tables of all that it keeps in memory
 
-# bfloat16 is the upper half of an fp32, rounded; NumPy has no such type, so arrays hold its bits.
-# AdamW needs all of a parameter, and keeps both halves:
-#
-#     sign, exponent, 7 bits of mantissa | 16 bits of mantissa
-#     BF16, which the products read      | LOW, signed: what rounding took away
-BF16 = np.uint16
-LOW = np.int16
-
-ALIGN = 64  # bytes: tensors start at multiples. C is one of 32, so parameters have no gaps
-LOGIT_ROWS = 8192  # many tokens' logits take gigabytes: some rows come at a time
 PARTIAL_ROWS = 256  # the most blocks with partial sums
-NORM_BLOCKS = 1024  # the most blocks of global_norm
-
-
-def ceil_div(count, size):
-    """count / size, rounded up."""
-    return -(-count // size)
 
 
 class Row(NamedTuple):
@@ -86,15 +58,11 @@ class Row(NamedTuple):
     def nbytes(self):
         return self.size * np.dtype(self.dtype).itemsize
 
-    @property
-    def whole_shape(self):
-        return (self.layers, *self.shape) if self.layers else self.shape
-
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """A GPT-2: its sizes, in the order of a checkpoint's header, and its tables. `real` is the type
-    of stored parameters and activations. Comments: GPT-2 124M at B=4, T=1024."""
+    """A GPT-2's sizes, as in a checkpoint's header, and its tables. `real` is the type of stored
+    parameters and activations. Comments: GPT-2 124M at B=4, T=1024."""
     maxT: int = 1024
     V: int = 50257
     L: int = 12
@@ -172,27 +140,9 @@ class Config:
             Row("partials", (2, PARTIAL_ROWS, C)),  # sums by many blocks, not yet added up: 0.4M
         ]
 
-    @classmethod
-    def from_descriptor(cls, descriptor):
-        return cls(**sizes_of_depth(descriptor))
-
-    @classmethod
-    def from_file(cls, path):
-        return cls(*sizes_of_file(path))
-
-    def check_length(self, T):
-        if T > self.maxT:
-            raise UserError(f"-t {T}: expected at most maxT = {self.maxT}: wpe has no more "
-                            "positions")
-
     def switches(self):
         """Flags for kernels.cu's compiler: sizes that it needs as constants."""
         return [f"-DCHANNELS={self.C}", f"-DHS={self.C // self.NH}"]
-
-
-def logit_rows(N):
-    """How many tokens get logits at a time: a quarter or more, since each time rewrites dwte."""
-    return min(N, max(LOGIT_ROWS, ceil_div(N, 4)))
 
 
 # A layer's parts, by their names in the tables: "qkv" has qkvw and qkvb, "ln1" ln1w, ln1_mean ...
@@ -230,13 +180,9 @@ class Norm(NamedTuple):
 #     put(array, values)            host to device
 #     get(array)                    device to host; a NumPy array stays as it is
 #     zero(array)                   all bits 0
-#     launch(kernel, items, *args)  run a kernel of kernels.cu over items: numbers, rows or blocks;
-#                                   over (columns, rows) if its grid has two dimensions
+#     launch(kernel, items, *args)  run a kernel over numbers, rows or blocks, or (columns, rows)
 #     matmul(out, left, right, ...) out = left @ right, or +=, with a bias or a GELU if asked
 #     repeat(graphs, key, work)     do work(); a fast device records its launches, and repeats them
-#
-# and reads its name, real (the type of stored numbers), W (how many are 16 bytes), multiprocessors,
-# max_shared (bytes for a block), attention_sizes and layernorm_sizes.
 
 
 class GPT2:
@@ -251,28 +197,21 @@ class GPT2:
 
     attproj and fcproj leave their result in `branch`; the next norm's kernel adds it, since it
     reads all of x anyway. The gradient of x, dresidual, goes from right to left: a (+) hands it to
-    the stream and to the branch, and a fork adds what the branch returns.
-    """
+    the stream and to the branch, and a fork adds what the branch returns."""
     Config = Config
-    rank = 0  # the index of this process
-    count = 1  # how many processes share each batch
 
     def __init__(self, config, device, B, T):
-        self.check(config, device, B, T)
         self.config = config
         self.device = device
         self.B = B  # the largest batch
         self.T = T  # the longest sequence
-        self.scale = (config.C // config.NH) ** -0.5  # of attention's scores: 1 / sqrt(HS)
-        tables = self.tables(config, device, B, T)
-        self.arenas = {name: device.empty(offsets(table)[-1]) for name, table in tables.items()}
-        for name in tables.keys() - {"activations", "backward"}:  # these are written before read
-            device.zero(self.arenas[name])
+        self.BT = None  # those of the batch that the arenas are laid out for: see set_batch
+        self.arenas = allocate(device, self.tables(config, device, B, T))
 
         # Views of the arenas: a tensor is an attribute, by its name in the tables.
-        self.params = self.whole_views("parameters")
-        self.grads = self.whole_views("gradients")  # of the parameters
-        self.adam = carve(self.arenas["update"], tables["update"])
+        self.params = self.views("parameters")
+        self.grads = self.views("gradients")  # of the parameters
+        self.adam = self.views("update")
         self.batch = None  # tokens, targets, and tokens sorted
         self.acts = None  # activations, which the forward pass makes
         self.back = None  # the gradients of activations
@@ -280,19 +219,14 @@ class GPT2:
         self.lnf = None  # the last norm
         self.head = Linear("head", config.L, self.params.wte, None, self.grads.wte, None)
         self.slices = None  # of the N tokens, which get logits in turn
-        self.BT = None  # (B,T) that these five are laid out for: see set_batch
-        self.masters = [self.params]  # views of parameters' 32 bits: in bf16, of two halves
-        if "low bits" in tables:
-            self.masters.append(self.whole_views("low bits"))
+        halves = [name for name in ("parameters", "low bits") if name in self.arenas]
+        self.masters = [*map(self.views, halves)]  # of parameters' 32 bits: in bf16, of two halves
 
         self.step = 0  # steps begun
         self.micro = 0  # index of the micro-batch in the step
-        self.micros = 1  # micro-batches of a step, of all processes
-        self.last_micro = True  # is this the last of this process?
+        self.micros = 1  # micro-batches of a step
         self.graphs = {}  # the launches of micro_step that the device has recorded
-        moments = tables["adam m"]
-        device.put(self.adam.starts, np.cumsum([0, *(row.size for row in moments)]))
-        device.put(self.adam.decayed, [row.decay for row in moments])
+        put_layout(self)
 
     # ---- A layer, forward and backward
 
@@ -300,8 +234,7 @@ class GPT2:
         """x = x + attention(ln1(x)), then x = x + mlp(ln2(x)). The next norm does each addition."""
         y, a = self.layers[l]  # this layer's parts and activations
         branch = self.acts.branch
-        added = branch if l else None  # what the MLP of the layer before computed
-        self.norm_forward(y.ln1, added)  # (N,C)
+        self.norm_forward(y.ln1, branch if l else None)  # (N,C); branch: of the layer before
         self.linear_forward(a.qkv, a.ln1, y.qkv)  # (N,C) -> (N,3C)
         self.attention_forward(a.atty, a.lse, a.qkv)  # (N,3C) -> (N,C)
         self.linear_forward(branch, a.atty, y.attproj)  # (N,C) -> (N,C)
@@ -345,18 +278,17 @@ class GPT2:
         If inp is GELU(x), x is given as dgelu_at: dinp is multiplied by GELU's derivative there,
         and becomes the gradient of x. dinp may overwrite inp."""
         self.bias_backward(dout, y)
-        matmul = self.device.matmul
-        matmul(y.dw, dout.T, inp, accumulate=self.micro > 0)  # (OC,N) @ (N,C) -> (OC,C)
-        matmul(dinp, dout, y.w, dgelu_at=dgelu_at)  # (N,OC) @ (OC,C) -> (N,C)
+        self.device.matmul(y.dw, dout.T, inp, accumulate=self.micro > 0)  # (OC,N) @ (N,C)
+        self.device.matmul(dinp, dout, y.w, dgelu_at=dgelu_at)  # (N,OC) @ (OC,C)
 
     def bias_backward(self, dout, y):
         """db: blocks sum some rows of dout each; add_partials, for up to two outputs, adds up."""
         N, OC = dout.shape
         blocks = max(1, min(128, N // 32))
         partials = self.back.partials  # (blocks,OC) fits: it has 2 x 256 x C numbers
-        launch = self.device.launch
-        launch("matmul_backward_bias", (OC, blocks), partials, dout, N, OC)
-        launch("add_partials", (OC, 1), y.db, None, partials, blocks, OC, self.micro > 0)
+        self.device.launch("matmul_backward_bias", (OC, blocks), partials, dout, N, OC)
+        self.device.launch("add_partials", (OC, 1), y.db, None, partials, blocks, OC,
+                           self.micro > 0)
 
     def norm_forward(self, y, branch):
         """x += branch, unless None. Then inp = x and, row by row, out = (x - mean) * rstd * w + b
@@ -377,10 +309,9 @@ class GPT2:
         N, C = y.inp.shape
         partials = self.back.partials  # (2,blocks,C): each block's sums, which add_partials adds up
         blocks, threads, shared = layernorm_backward_launch(self.device, N)
-        launch = self.device.launch
-        launch("layernorm_backward", blocks, dx, partials, dout, y.inp, y.w, y.mean, y.rstd, N,
-               threads=threads, shared=shared)
-        launch("add_partials", (C, 2), y.dw, y.db, partials, blocks, C, self.micro > 0)
+        self.device.launch("layernorm_backward", blocks, dx, partials, dout, y.inp, y.w, y.mean,
+                           y.rstd, N, threads=threads, shared=shared)
+        self.device.launch("add_partials", (C, 2), y.dw, y.db, partials, blocks, C, self.micro > 0)
 
     def attention_forward(self, out, lse, qkv):
         """For each sequence and head, out (T,HS) = P v with P (T,T) = softmax(S), S = q k' /
@@ -388,12 +319,7 @@ class GPT2:
         (B,T,NH,HS).) Attention is the only part of a layer that mixes tokens. P is not stored: from
         lse (B*NH,T), log2 of the softmax's denominators, the backward pass computes it again, P =
         2^(S * log2(e) - lse)."""
-        B, T = self.BT
-        NH = self.config.NH
-        sizes = self.device.attention_sizes  # a block has `rows` tokens of a head
-        blocks = B * NH * ceil_div(T, sizes.rows)
-        self.device.launch("attention_forward", blocks, out, lse, qkv, self.scale, T, NH,
-                           threads=sizes.threads, shared=sizes.shared_forward)
+        launch_attention(self, "attention_forward", out, lse, qkv)
 
     def attention_backward(self, dqkv, dout, out, lse, qkv):
         """dqkv (N,3C), given dout (N,C). Two kernels both compute S and dP; FlashAttention-2 (Dao
@@ -404,16 +330,9 @@ class GPT2:
 
         For softmax's gradient a query needs D, the sum of P * dP over its keys. The sum of out *
         dout over its channels is the same number, and needs no P."""
-        B, T = self.BT
-        NH = self.config.NH
-        delta = self.back.delta  # D
-        sizes = self.device.attention_sizes
-        block = dict(threads=sizes.threads, shared=sizes.shared_backward)
-        blocks = B * NH * ceil_div(T, sizes.rows)
-        self.device.launch("attention_backward_q", blocks, dqkv, delta, lse, out, qkv, dout,
-                           self.scale, T, NH, **block)  # dq, and D, which the next one reads
-        self.device.launch("attention_backward_kv", blocks, dqkv, delta, lse, qkv, dout,
-                           self.scale, T, NH, **block)  # dk and dv
+        D = self.back.delta
+        launch_attention(self, "attention_backward_q", dqkv, D, lse, out, qkv, dout)  # dq, D
+        launch_attention(self, "attention_backward_kv", dqkv, D, lse, qkv, dout)  # dk, dv
 
     # ---- Before the first layer, after the last
 
@@ -431,25 +350,13 @@ class GPT2:
         tokens [7,3,7] order is [1,0,2], and the runs, longest first, are (1,2), (0,1). The head
         has begun dwte; this adds."""
         B, T = self.BT
-        C = self.config.C
         dwte, dwpe = self.grads.wte, self.grads.wpe
         dx = self.back.dresidual
-        batch = self.batch
-        self.device.launch("encoder_backward_wte", (B * T, C), dwte, dx, batch.tokens, batch.order,
-                           batch.runs, B * T, C)
+        N, C = dx.shape
+        self.device.launch("encoder_backward_wte", (N, C), dwte, dx, self.batch.tokens,
+                           self.batch.order, self.batch.runs, N, C)
         self.device.launch("encoder_backward_wpe", dwpe.size, dwpe, dx, B, T, len(dwpe), C,
                            self.micro > 0)
-
-    def last_norm_forward(self):
-        """The stream ends in lnf (N,C)."""
-        self.norm_forward(self.lnf, self.acts.branch)
-
-    def last_norm_backward(self):
-        """Start the stream's gradient: zero dx, then go back through lnf."""
-        dx = self.back.dresidual
-        dlnf = self.back.dinp
-        self.device.zero(dx)
-        self.norm_backward(dx, dlnf, self.lnf)
 
     def head_forward(self, rows):
         """The logits (rows,Vp) of some of the N tokens, a slice. Their weight is wte again."""
@@ -459,11 +366,10 @@ class GPT2:
 
     def head_backward(self, rows, dlogits):
         """The gradients of lnf[rows] and of wte. A step's first rows set dwte, later ones add."""
-        matmul = self.device.matmul
         adds = self.micro > 0 or rows.start > 0
         dlnf = self.back.dinp[rows]
-        matmul(dlnf, dlogits, self.head.w)  # (rows,Vp) @ (Vp,C) -> (rows,C)
-        matmul(self.head.dw, dlogits.T, self.lnf.out[rows], accumulate=adds)  # -> (Vp,C)
+        self.device.matmul(dlnf, dlogits, self.head.w)  # (rows,Vp) @ (Vp,C)
+        self.device.matmul(self.head.dw, dlogits.T, self.lnf.out[rows], accumulate=adds)
 
     def loss_forward(self, rows, logits, with_gradient=False):
         """losses[rows] = -log(softmax(logits)[target]). with_gradient, the logits then become the
@@ -474,12 +380,6 @@ class GPT2:
         blocks, room, shared = classifier_launch(self.device, len(logits), c.Vp, with_gradient)
         self.device.launch("fused_classifier", blocks, logits, losses, targets, self.token_weight(),
                            len(logits), c.V, c.Vp, with_gradient, room, shared=shared)
-
-    def mean_loss(self):
-        """verdict.loss = the step's mean loss, to which each micro-batch adds."""
-        losses = self.acts.losses
-        self.device.launch("add_loss", 1, self.adam.verdict, losses, self.token_weight(),
-                           len(losses), self.micro > 0)
 
     def token_weight(self):
         """A token's weight in the step's mean loss, which all micro-batches add up."""
@@ -492,7 +392,7 @@ class GPT2:
         self.embedding_forward()
         for l in range(self.config.L):
             self.layer_forward(l)
-        self.last_norm_forward()
+        self.norm_forward(self.lnf, self.acts.branch)
 
     def loss_pass(self, with_gradient=False):
         """From lnf to the loss; with_gradient, back to the gradient of lnf. The logits of some
@@ -502,11 +402,16 @@ class GPT2:
             self.loss_forward(rows, logits, with_gradient)
             if with_gradient:
                 self.head_backward(rows, logits)
-        self.mean_loss()
+        losses = self.acts.losses  # add_loss: verdict.loss += their mean
+        self.device.launch("add_loss", 1, self.adam.verdict, losses, self.token_weight(),
+                           len(losses), self.micro > 0)
 
     def backward_pass(self):
         """From the gradient of lnf to those of all parameters."""
-        self.last_norm_backward()
+        dx = self.back.dresidual
+        dlnf = self.back.dinp
+        self.device.zero(dx)  # where the stream's gradient starts
+        self.norm_backward(dx, dlnf, self.lnf)
         for l in reversed(range(self.config.L)):
             self.layer_backward(l)
         self.embedding_backward()
@@ -542,17 +447,17 @@ class GPT2:
         self.device.launch("adamw", n, parameters, low, gradients, m, v, adam.starts, adam.decayed,
                            adam.decayed.size, n, adam.settings, adam.verdict)
 
-    # ---- A step, a validation, a sample
+    # ---- A step, a validation
 
     def train_step(self, *batches, **adamw):
         """Queue a step: the mean gradient of these packed micro-batches, then AdamW."""
         self.start_step(**adamw)
-        self.micros = len(batches) * self.count
+        self.micros = len(batches)
         for i, batch in enumerate(batches):
             self.micro = i
-            self.last_micro = i == len(batches) - 1
             self.set_batch(batch)
-            key = self.BT, self.micros, self.micro > 0, self.last_micro  # all that changes launches
+            last = i == self.micros - 1
+            key = self.BT, self.micros, i > 0, last  # all that changes launches
             self.device.repeat(self.graphs, key, self.micro_step)
         self.micro = 0  # forward() sees one batch alone
         self.micros = 1
@@ -562,7 +467,7 @@ class GPT2:
         self.forward_pass()
         self.loss_pass(with_gradient=True)
         self.backward_pass()
-        if self.last_micro:
+        if self.micro == self.micros - 1:
             self.update_pass()
 
     def start_step(self, learning_rate=3e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0,
@@ -587,36 +492,17 @@ class GPT2:
         self.loss_pass()
         return self.verdict().loss
 
-    def next_logits(self, tokens):
-        """The logits (V,) of the token that follows some tokens, a list of at most T ids."""
-        # Only a row of another length lays the arenas out anew: so it is one of 64, 128 ...
-        padded = np.zeros((1, min(self.T, ceil_div(len(tokens), 64) * 64)), np.int32)
-        padded[0, : len(tokens)] = tokens  # causal: padding at the end is never seen
-        self.set_batch(pack_batch(padded, np.zeros_like(padded)))  # nobody reads the targets
-        self.forward_pass()
-        logits = self.head_forward(slice(len(tokens) - 1, len(tokens)))
-        return to_float(self.device.get(logits))[0, : self.config.V]
-
     # ---- Its memory
-
-    def check(self, config, device, B, T):
-        """Raise UserError unless the model can have such batches on this device."""
-        check_shared_memory(config, device)
 
     @classmethod
     def tables(cls, c, device, B, T):
         """All arenas of a model, {name: table}."""
         return all_tables(c, device.real, B, T)
 
-    def whole_views(self, arena):
-        """Views of an arena that has a tensor for each parameter."""
-        tables = self.tables(self.config, self.device, self.B, self.T)
-        return carve(self.arenas[arena], tables[arena])
-
-    def layer_views(self, views, table, l):
-        """Layer l of each stack of tensors in a table, from views of the whole stacks."""
-        return SimpleNamespace(**{row.name: getattr(views, row.name)[l] for row in table
-                                  if row.layers})
+    def views(self, arena):
+        """The tensors of an arena, by their names."""
+        B, T = self.BT or (self.B, self.T)
+        return carve(self.arenas[arena], self.tables(self.config, self.device, B, T)[arena])
 
     def set_parameters(self, tensors):
         self.set_tensors(tensors, self.masters)
@@ -642,7 +528,6 @@ class GPT2:
 class Training:
     """A training run. The flags stay what was asked for; what the run makes of them is here."""
     Model = GPT2
-    longest = 1024  # tokens of a row without -t, at most
 
     def __init__(self, flags):
         self.flags = flags
@@ -651,22 +536,19 @@ class Training:
         self.config = None
         self.device = None
         self.model = None
-        self.train_path = None  # the token files
-        self.val_path = None
+        self.paths = None  # of the tokens to train and to validate on
         self.train_data = None  # their batches
         self.val_data = None
         self.T = 0  # tokens of a row
         self.total_batch = 0  # tokens of a step
         self.grad_accum = 1  # micro-batches of a step
-        self.epoch_steps = 1  # see open_data
         self.steps = 0
         self.observers = [Printer()]
 
     def train(self):
         """Run the remaining steps. After the last the loop comes round once more, to validate,
         sample and save."""
-        flags = self.flags
-        adamw = {name: getattr(flags, name) for name in ADAMW_FLAGS}
+        adamw = {name: getattr(self.flags, name) for name in ADAMW_FLAGS}
         batches = self.next_batches()
         for done in range(min(self.model.step, self.steps), self.steps + 1):
             self.pause(done, batches)
@@ -696,10 +578,9 @@ class Training:
     def learning_rate(self, step):
         """The learning rate of a step, counted from 0, in fp32 as in llm.c."""
         f = np.float32
-        flags = self.flags
-        warmup = flags.warmup
-        rate = f(flags.learning_rate)
-        least = rate * f(flags.final_fraction)
+        warmup = self.flags.warmup
+        rate = f(self.flags.learning_rate)
+        least = rate * f(self.flags.final_fraction)
         if step < warmup:  # 1. it rises
             return rate * f(step + 1) / f(warmup)
         progress = f(step - warmup) / f(self.steps - warmup)  # 2. it falls along half a cosine
@@ -764,8 +645,11 @@ class Training:
 
     def sample(self):
         """Let the model write."""
-        text = self.decode(generate(self.model, self.flags.sample_tokens))
+        text = self.decode(generate(self, self.flags.sample_tokens))
         self.tell("sampled", text)
+
+    def next_logits(self, tokens):
+        return next_logits(self.model, tokens)
 
     def decode(self, tokens):
         """The text of some tokens, if they are of GPT-2's vocabulary."""
@@ -802,6 +686,7 @@ class Training:
         """What can go wrong before memory is allocated."""
         self.choose_model()
         self.device = self.make_device()
+        self.check_memory()
         self.open_data()
         self.announce()
 
@@ -810,44 +695,65 @@ class Training:
         self.name = self.find_model()
         self.from_file = os.path.isfile(self.name) or self.name.endswith(".bin")
         self.config = self.find_config()
-        self.T = self.find_length() or min(self.config.maxT, self.longest)
-        self.config.check_length(self.T)
+        self.T = self.find_length() or self.default_length()
+        self.check_length()
 
     def find_model(self):
         """The checkpoint or descriptor to start from."""
         return self.flags.model or ("gpt2_124M.bin" if os.path.isfile("gpt2_124M.bin") else "d12")
 
     def find_config(self):
-        Config = self.Model.Config
-        return Config.from_file(self.name) if self.from_file else Config.from_descriptor(self.name)
+        sizes = sizes_of_file(self.name) if self.from_file else sizes_of_depth(self.name)
+        return self.Model.Config(**sizes)
 
     def find_length(self):
         """T, or None if it follows from the model."""
         return self.flags.seq_len
 
+    def default_length(self):
+        return min(self.config.maxT, 1024)
+
+    def check_length(self):
+        if self.T > self.config.maxT:
+            raise UserError(f"-t {self.T}: expected at most maxT = {self.config.maxT}: wpe has no "
+                            "more positions")
+
     def make_device(self):
         kind = Cuda if self.flags.plain else FastCuda
         return kind(self.flags.dtype, self.config)
 
+    def check_memory(self):
+        """Raise UserError unless a block has the shared memory that attention and norms need."""
+        sizes = self.device.attention_sizes
+        needed = max(sizes.shared_forward, sizes.shared_backward,
+                     self.device.layernorm_sizes.shared_of_row)
+        if needed > self.device.max_shared:
+            raise UserError(f"{self.config}: a block needs {needed:,} bytes of shared memory, and "
+                            f"{self.device} has {self.device.max_shared:,}: try another -e")
+
     def open_data(self):
         """Open the token files, and count steps and micro-batches."""
         flags = self.flags
-        self.train_path, self.val_path = self.data_paths()
-        self.train_data = self.loader(self.train_path, True)
+        self.paths = self.data_paths()
+        self.train_data = self.loader(self.paths[0], True)
         if flags.val_every:
-            self.val_data = self.loader(self.val_path, False)
+            self.val_data = self.loader(self.paths[1], False)
         size = self.train_data.size
         self.total_batch = flags.total_batch or size
         if self.total_batch % size:
             raise UserError(f"-d {self.total_batch}: expected a multiple of processes*B*T "
                             f"= {size}")
         self.grad_accum = self.total_batch // size
-        # llm.c's formula: unlike a loader's per_epoch, it does not ask for the last token's target
-        self.epoch_steps = max(1, self.train_data.total // self.total_batch)
-        self.steps = self.epoch_steps if flags.steps == -1 else flags.steps
+        self.steps = self.epoch_steps() if flags.steps == -1 else flags.steps
+
+    def epoch_steps(self):
+        """llm.c's formula: unlike a loader's per_epoch, it does not ask for the last target."""
+        return max(1, self.train_data.total // self.total_batch)
 
     def data_paths(self):
-        return data_paths(self.flags.train_data, self.flags.val_data)
+        """The token files to train and to validate on."""
+        train = self.flags.train_data or DATA.format("train")
+        return train, self.flags.val_data or other_part(train, "train", "val")
 
     def loader(self, path, trains):
         """The batches of a token file. Those of a validation are smaller if it is short."""
@@ -864,9 +770,9 @@ class Training:
         numbers = sum(row.size for row in c.parameter_table())
         print(f"device       | {self.device} (--dtype)")
         print(f"model        | {self.name} (-e): {numbers:,} parameters, {c}")
-        print(f"data         | {self.train_data} (-i), {self.val_path} (-j)")
+        print(f"data         | {self.train_data} (-i), {self.paths[1]} (-j)")
         print(f"run          | B={B} T={T} (-b, -t), {self.total_batch:,} tokens a step (-d), "
-              f"{self.steps} steps (-x), an epoch has {self.epoch_steps}")
+              f"{self.steps} steps (-x), an epoch has {self.epoch_steps()}")
         for arena, table in self.Model.tables(c, self.device, B, T).items():
             print(f"{arena:12} | {size_of(offsets(table)[-1])} in {len(table)} tensors")
 
@@ -923,6 +829,29 @@ def size_of(nbytes):
 
 # ---- The model's memory: tables, arenas, views
 
+# bfloat16 is the upper half of an fp32, rounded; NumPy has no such type, so arrays hold its bits.
+# AdamW needs all of a parameter, and keeps both halves:
+#
+#     sign, exponent, 7 bits of mantissa | 16 bits of mantissa
+#     BF16, which the products read      | LOW, signed: what rounding took away
+BF16 = np.uint16
+LOW = np.int16
+
+ALIGN = 64  # bytes: tensors start at multiples. C is one of 32, so parameters have no gaps
+
+
+def ceil_div(count, size):
+    """count / size, rounded up."""
+    return -(-count // size)
+
+
+LOGIT_ROWS = 8192  # many tokens' logits take gigabytes: some rows come at a time
+
+
+def logit_rows(N):
+    """How many tokens get logits at a time: a quarter or more, since each time rewrites dwte."""
+    return min(N, max(LOGIT_ROWS, ceil_div(N, 4)))
+
 
 def batch_table(B, T):
     """A batch, as the host prepares it."""
@@ -937,6 +866,9 @@ def batch_table(B, T):
 # The fields of kernels.cu's struct. rate1 is 1 - beta1, correction1 undoes the start of m at 0.
 ADAMW = ("learning_rate", "rate1", "rate2", "correction1", "correction2", "eps", "weight_decay",
          "clip")
+
+
+NORM_BLOCKS = 1024  # the most blocks of global_norm
 
 
 class Verdict(NamedTuple):
@@ -971,6 +903,18 @@ def all_tables(c, real, B, T):
 # An arena is one allocation, cut into the tensors of a table.
 
 
+def allocate(device, tables):
+    """{name: an arena, bytes}. All are zeros but those that a pass writes before it reads them."""
+    arenas = {name: device.empty(offsets(table)[-1]) for name, table in tables.items()}
+    for name in tables.keys() - {"activations", "backward"}:
+        device.zero(arenas[name])
+    return arenas
+
+
+def whole_shape(row):
+    return (row.layers, *row.shape) if row.layers else row.shape
+
+
 def offsets(table):
     """The byte offset of each tensor in an arena, then the arena's size."""
     padded = (ceil_div(row.nbytes, ALIGN) * ALIGN for row in table)
@@ -981,7 +925,7 @@ def carve(arena, table):
     """Views of an arena (bytes), one attribute for each row; with layers, (layers, *shape)."""
     views = SimpleNamespace()
     for row, start in zip(table, offsets(table)):
-        view = arena[start : start + row.nbytes].view(row.dtype).reshape(row.whole_shape)
+        view = arena[start : start + row.nbytes].view(row.dtype).reshape(whole_shape(row))
         setattr(views, row.name, view)
     return views
 
@@ -1003,24 +947,29 @@ def find_norm(name, l, p, g, a):
     return Norm(*find_linear(name, l, p, g), *kept)
 
 
+def layer_of(views, table, l):
+    """Layer l of each stack of tensors in a table, from views of the whole stacks."""
+    return SimpleNamespace(**{row.name: getattr(views, row.name)[l] for row in table if row.layers})
+
+
 def lay_out(model):
     """Cut the arenas for batches of model.BT, and find each layer's parts and activations."""
+    c = model.config
     B, T = model.BT
-    L = model.config.L
-    tables = model.tables(model.config, model.device, B, T)
-    model.batch = carve(model.arenas["batch"], tables["batch"])
-    model.acts = carve(model.arenas["activations"], tables["activations"])
-    model.back = carve(model.arenas["backward"], tables["backward"])
+    model.batch = model.views("batch")
+    model.acts = model.views("activations")
+    model.back = model.views("backward")
+    tables = model.tables(c, model.device, B, T)
     model.layers = []
-    for l in range(L):
-        p = model.layer_views(model.params, tables["parameters"], l)
-        g = model.layer_views(model.grads, tables["gradients"], l)
-        a = model.layer_views(model.acts, tables["activations"], l)
+    for l in range(c.L):
+        p = layer_of(model.params, tables["parameters"], l)
+        g = layer_of(model.grads, tables["gradients"], l)
+        a = layer_of(model.acts, tables["activations"], l)
         y = SimpleNamespace(ln1=find_norm("ln1", l, p, g, a), ln2=find_norm("ln2", l, p, g, a))
         for name in ("qkv", "attproj", "fc", "fcproj"):
             setattr(y, name, find_linear(name, l, p, g))
         model.layers.append((y, a))
-    model.lnf = find_norm("lnf", L, model.params, model.grads, model.acts)
+    model.lnf = find_norm("lnf", c.L, model.params, model.grads, model.acts)
     size = len(model.acts.logits)
     model.slices = [slice(start, min(start + size, B * T)) for start in range(0, B * T, size)]
 
@@ -1033,19 +982,17 @@ def put_tensor(device, to, values):
         device.put(matrix.reshape(-1)[: new.size], kept_as(new, matrix.dtype))
 
 
-def check_shared_memory(config, device):
-    """Raise UserError unless a block has the shared memory that attention and norms need."""
-    sizes = device.attention_sizes
-    needed = max(sizes.shared_forward, sizes.shared_backward,
-                 device.layernorm_sizes.shared_of_row)
-    if needed > device.max_shared:
-        raise UserError(f"{config}: a block needs {needed:,} bytes of shared memory, and "
-                        f"{device} has {device.max_shared:,}: try another -e")
+def put_layout(model):
+    """Tell AdamW where in its arenas each tensor starts, and whether weight decay applies."""
+    moments = model.tables(model.config, model.device, model.B, model.T)["adam m"]
+    model.device.put(model.adam.starts, np.cumsum([0, *(row.size for row in moments)]))
+    model.device.put(model.adam.decayed, [row.decay for row in moments])
 
 
 # ---- The device, plain
 
-
+HERE = Path(__file__).resolve().parent
+KERNELS = HERE / "kernels.cu"
 SCALARS = {"int": np.int32, "float": np.float32, "size_t": np.uint64}  # of kernels' parameters
 
 
@@ -1089,6 +1036,17 @@ def read_kernels(sources):
             covers = [eval(f"lambda threads, W: {items}") for items in covers]
             kernels[name] = Kernel(name, int(threads), covers, parameters.split(","))
     return kernels
+
+
+def launch_attention(model, kernel, *arrays):
+    """Launch one of attention's kernels: a block has `rows` tokens of a head of a sequence."""
+    B, T = model.BT
+    c = model.config
+    scale = (c.C // c.NH) ** -0.5  # of the scores: 1 / sqrt(HS)
+    sizes = model.device.attention_sizes
+    shared = sizes.shared_forward if kernel == "attention_forward" else sizes.shared_backward
+    model.device.launch(kernel, B * c.NH * ceil_div(T, sizes.rows), *arrays, scale, T, c.NH,
+                        threads=sizes.threads, shared=shared)
 
 
 def layernorm_backward_launch(device, N):
@@ -1254,6 +1212,10 @@ class Cuda:
 # ---- Files and batches, in llm.c's format: 256 int32 of header, then numbers
 
 
+class UserError(Exception):
+    """An error that the user can fix, in one line: found, expected, what to do."""
+
+
 class FileKind(NamedTuple):
     """A kind of file: its name, how it begins, and what to do about a bad one."""
     name: str
@@ -1285,6 +1247,34 @@ def read_header(path, kind):
     return header
 
 
+def make_header(magic, *fields):
+    """The 256 int32 that llm.c's files begin with: a magic number, these fields, and zeros."""
+    return np.array([magic, *fields, *[0] * (255 - len(fields))], "<i4")
+
+
+def replace_file(path, chunks):
+    """Write the chunks (bytes or C-contiguous arrays) to path, completely or not at all: to a
+    temporary file beside it, which then takes its name. Raises UserError if the disk is full or the
+    folder cannot be written."""
+    temporary = Path(f"{path}.{secrets.token_hex(4)}.tmp")  # two containers may share a pid
+    try:
+        temporary.parent.mkdir(parents=True, exist_ok=True)
+        with open(temporary, "wb") as file:
+            for chunk in chunks:
+                file.write(chunk)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as e:
+        raise UserError(f"{path}: could not be written ({e.strerror}); what was there before is "
+                        "untouched") from None
+    finally:
+        try:
+            temporary.unlink(missing_ok=True)
+        except OSError:
+            pass  # the folder is missing or read-only, as the UserError says
+
+
 def check_size(path, kind, expected):
     """Raise UserError unless the file has that size."""
     size = os.path.getsize(path)
@@ -1307,19 +1297,18 @@ def check_config(c, path):
 def sizes_of_file(path):
     """The sizes in the header of a checkpoint, which is checked."""
     header = read_header(path, CHECKPOINT)
-    sizes = header[2:8]
-    c = Config(*sizes)
+    c = Config(*header[2:8])
     check_config(c, path)
     table = c.parameter_table(STORED[header[1]])
     check_size(path, CHECKPOINT, HEADER_BYTES + sum(row.nbytes for row in table))
-    return sizes
+    return vars(c)
 
 
 def read_parameters(path, c):
     """(name, values) of a checkpoint's tensors, mapped into memory as stored."""
     start = HEADER_BYTES
     for row in c.parameter_table(STORED[read_header(path, CHECKPOINT)[1]]):
-        yield row.name, np.memmap(path, row.dtype, "r", start, row.whole_shape)
+        yield row.name, np.memmap(path, row.dtype, "r", start, whole_shape(row))
         start += row.nbytes
 
 
@@ -1334,7 +1323,7 @@ def checkpoint_parts(c, params, real):
 def draw_parameters(c, seed):
     """(name, values) of random parameters, drawn by all cores."""
     def draw(i, row):
-        values = np.random.default_rng([seed, i]).standard_normal(row.whole_shape, np.float32)
+        values = np.random.default_rng([seed, i]).standard_normal(whole_shape(row), np.float32)
         values *= row.std
         values += row.mean
         if row.name == "wte":
@@ -1359,6 +1348,22 @@ def to_float(x):
     return (x.astype(np.uint32) << 16).view(np.float32) if x.dtype == BF16 else x
 
 
+DATA = "data/tinyshakespeare/tiny_shakespeare_{}.bin"  # {}: train or val
+
+
+def other_part(path, part, other):
+    """The path with `other` for the last `part` in the file's name, if possible one that is a word
+    by itself: constraint_train.bin's is constraint_val.bin. Raises UserError if it has none."""
+    path = Path(path)
+    found = [*re.finditer(f"(?<![A-Za-z]){part}(?![A-Za-z])|{part}", path.name)]
+    if not found:
+        flag = dict(train="-j", val="-i")[part]
+        raise UserError(f"{path} has no '{part}' in its name: give {flag} too")
+    words = [*re.finditer(f"(?<![A-Za-z]){part}(?![A-Za-z])", path.name)]
+    start, end = (words or found)[-1].span()
+    return str(path.with_name(path.name[:start] + other + path.name[end:]))
+
+
 def read_tokens(path, V):
     """The tokens of a token file, mapped into memory. Raises UserError unless all are below V."""
     count = read_header(path, TOKENS)[2]
@@ -1377,16 +1382,14 @@ def check_tokens(path, tokens, V):
 
 
 class DataLoader:
-    """Batches of the tokens of a file, epoch after epoch. Each process takes its own B*T tokens of
-    every batch. The last, partial batch is skipped."""
+    """Batches of the tokens of a file, epoch after epoch. The last, partial batch is skipped."""
 
-    def __init__(self, path, tokens, B, T, rank=0, count=1):
+    def __init__(self, path, tokens, B, T):
         self.path = path
         self.tokens = tokens
-        self.rank = rank  # the index of this process
         self.B = B
         self.T = T
-        self.size = count * B * T  # tokens in a batch of all processes
+        self.size = B * T  # tokens in a batch
         self.total = len(tokens)
         self.per_epoch = (self.total - 1) // self.size  # batches
         self.order = range(self.per_epoch)  # in which they come
@@ -1414,9 +1417,9 @@ class DataLoader:
         return self.batch(self.order[self.next - 1])
 
     def batch(self, i):
-        """This process's part of batch i."""
-        start = i * self.size + self.rank * self.B * self.T
-        end = start + self.B * self.T
+        """Batch i of the file."""
+        start = i * self.size
+        end = start + self.size
         self.where = f"{self.path}, tokens {start} to {end}"
         window = self.tokens[start : end + 1].astype(np.int32)
         return window[:-1].reshape(self.B, self.T), window[1:].reshape(self.B, self.T)
@@ -1441,6 +1444,20 @@ def pack_batch(tokens, targets):
 
 # ---- A sample
 
+EOT = 50256  # GPT-2's <|endoftext|>, with which a text begins
+
+
+def gpt2_encoding():
+    """GPT-2's byte-pair encoding, 50,257 tokens: downloaded once, or from TIKTOKEN_CACHE_DIR.
+    Raises UserError."""
+    try:
+        import tiktoken
+        return tiktoken.get_encoding("gpt2")
+    except Exception as e:  # what its HTTP library raises
+        raise UserError(f"tiktoken could not get GPT-2's vocabulary ({type(e).__name__}): connect "
+                        "to the network once, or set TIKTOKEN_CACHE_DIR to a folder that holds "
+                        "it") from None
+
 
 def coins():
     """llm.c's random numbers in [0, 1): xorshift64* (Vigna 2014). Every sample begins again."""
@@ -1463,11 +1480,22 @@ def draw_token(logits, coin):
     return min(int(drawn), len(logits) - 1)
 
 
-def generate(model, count):
+def next_logits(model, tokens):
+    """The logits (V,) of the token that follows some tokens, a list of at most T ids."""
+    # Only a row of another length lays the arenas out anew: so it is one of 64, 128 ...
+    padded = np.zeros((1, min(model.T, ceil_div(len(tokens), 64) * 64)), np.int32)
+    padded[0, : len(tokens)] = tokens  # causal: padding at the end is never seen
+    model.set_batch(pack_batch(padded, np.zeros_like(padded)))  # nobody reads the targets
+    model.forward_pass()
+    logits = model.head_forward(slice(len(tokens) - 1, len(tokens)))
+    return to_float(model.device.get(logits))[0, : model.config.V]
+
+
+def generate(run, count):
     """Token ids, each drawn by a forward pass over those before it."""
-    tokens = [min(EOT, model.config.V - 1)]
+    tokens = [min(EOT, run.config.V - 1)]
     for _, coin in zip(range(count), coins()):
-        tokens.append(draw_token(model.next_logits(tokens[-model.T :]), coin))
+        tokens.append(draw_token(run.next_logits(tokens[-run.T :]), coin))
     return tokens[1:]
 
 
@@ -1546,15 +1574,25 @@ def parse_flags(arguments=None):
     return parser.parse_args(arguments)
 
 
-def main(arguments=None):
-    """Train as the arguments say, with the features of dev/ (such as a CPU) if it is there."""
+def main():
+    """Train as the command line says, with the features of dev/ (such as a CPU) if it is there."""
     try:
         from dev.features import order
     except ModuleNotFoundError as e:
         if e.name != "dev":
             raise
-        return Training(parse_flags(arguments)).run()
-    return order.main(arguments)
+        return Training(parse_flags()).run()
+    return order.program()
+
+
+def run_main(main):
+    """Run a program. An error ends it with one line and status 1, Ctrl-C with 130."""
+    try:
+        sys.exit(main())
+    except (UserError, OSError) as e:
+        sys.exit(f"error: {e}")
+    except KeyboardInterrupt:
+        sys.exit(print("interrupted", file=sys.stderr) or 130)
 
 
 # ---- Faster. A step of the 124M model in bf16 on an H100, with more on each line:

@@ -15,6 +15,8 @@ line, with the flags' names. dev/library.ipynb shows all of it.
 import os
 from typing import NamedTuple
 
+import numpy as np
+
 import train_gpt2
 from dev.common.config import check_tokens
 from dev.common.flags import parse_flags
@@ -24,9 +26,7 @@ from dev.features.sample import Sampling, coins_of, stream
 from dev.features.seams import GPT2
 from dev.llama3.train_llama3 import META, Llama3
 from dev.tools.score import checkpoint_of, find_architecture
-from prepro_tinyshakespeare import UserError
-
-import numpy as np  # after prepro_tinyshakespeare, which sets how its threads wait
+from train_gpt2 import UserError
 
 LONGEST = 1024  # T of a model that is loaded without seq_len, at most
 VALUES = str | int | float | np.number | os.PathLike
@@ -169,7 +169,9 @@ class Model:
 
 class Loaded:
     """A run that makes its model, and does nothing with it."""
-    longest = LONGEST
+
+    def default_length(self):
+        return min(self.config.maxT, LONGEST)
 
     def run(self):
         self.choose_model()

@@ -8,7 +8,7 @@
 
 Everything is measured in one call. Each job is a process of its own, so that its memory can be
 measured and a failure costs only its own line. Jobs run in the order of ROWS, the most important
-first, until --minutes are over. "Ours" is the trainer itself, train_gpt2.main(), with its flags.
+first, until --minutes are over. "Ours" is the trainer itself, order.main(), with its flags.
 
 FOLDER has a run.sh that builds llm.c and times `run.sh TOKENS.bin -e d12 -b B -t 1024`. A missing
 measurement is a dash in the table, and a line below says why. The tables are written between two
@@ -49,6 +49,7 @@ from dev.bench.step_by_kernel import (
 from dev.common.bf16 import to_bf16
 from dev.common.config import Config
 from dev.common.flags import parse_flags
+from dev.common.program import run_main
 from dev.features import devices, order
 from dev.features.devices import FastCuda, make_device
 from dev.features.fp8.fp8 import fp8_device
@@ -58,7 +59,8 @@ from dev.features.seams import GPT2
 from dev.features.shuffled_loader import FilesLoader
 from dev.llama3.tokens import LLAMA_TOKENS
 from dev.llama3.train_llama3 import Config3, Llama3
-from prepro_tinyshakespeare import UserError, replace_file, run_main, write_tokens
+from prepro_tinyshakespeare import write_tokens
+from train_gpt2 import UserError, replace_file
 
 
 STEPS = 30  # of ours; the median is over all of them, the first two included

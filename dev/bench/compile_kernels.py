@@ -30,6 +30,7 @@ from dev.common.config import Config
 from dev.common.flags import parse_flags, split_names
 from dev.common.gpus import GPUS, REGISTERS, digits
 from dev.common.nvrtc import NotCompiled, compile_cuda
+from dev.common.program import run_main
 from dev.features.devices import Cuda
 from dev.features.fp8.fp8 import OUTPUT as FP8_OUTPUT, SOURCE as FP8
 from dev.features.fused_biases import OUTPUT, SOURCE as FUSED, FusedBiases, output_switches
@@ -41,8 +42,7 @@ from dev.features.hopper.symmetric import SOURCES as SYMMETRIC
 from dev.features.order import SOURCES
 from dev.features.seams import GPT2
 from dev.llama3.train_llama3 import Config3, Llama3
-from prepro_tinyshakespeare import UserError, run_main
-from train_gpt2 import read_kernels
+from train_gpt2 import UserError, read_kernels
 
 TOP = Path(__file__).resolve().parents[2]
 SPILLED = 68  # bytes that a kernel may spill when it has used all its registers

@@ -21,6 +21,7 @@ from dev.common.config import Config
 from dev.common.gpus import (
     GPUS, REGISTERS, attributes_of, blocks_that_fit, digits, registers_of_block)
 from dev.common.nvrtc import compile_cuda
+from dev.common.program import run_main
 from dev.features.devices import Cuda, FastCuda
 from dev.features.fit import Fitting
 from dev.features.fp8.fp8 import Fp8, Fp8Llama, Fp8Model, Fp8Products
@@ -30,8 +31,7 @@ from dev.features.fp8.fp8_head import Fp8Head
 from dev.features.fused_biases import FusedBiases, with_summed_outputs
 from dev.features.seams import GPT2
 from dev.llama3.train_llama3 import Llama3
-from prepro_tinyshakespeare import UserError, run_main
-from train_gpt2 import BF16, SIZES, pack_batch, read_kernels
+from train_gpt2 import BF16, SIZES, UserError, pack_batch, read_kernels
 
 
 class Launch(NamedTuple):

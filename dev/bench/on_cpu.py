@@ -25,12 +25,12 @@ import numpy as np
 
 from dev.common.config import Config, draw_parameters
 from dev.common.flags import parse_flags
+from dev.common.program import run_main
 from dev.features.devices import make_device
 from dev.features.seams import GPT2
-from prepro_tinyshakespeare import UserError, run_main
-from train_gpt2 import HERE, pack_batch
+from train_gpt2 import HERE, UserError, pack_batch
 
-WAITING = ("OPENBLAS_THREAD_TIMEOUT", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")  # prepro sets them
+WAITING = ("OPENBLAS_THREAD_TIMEOUT", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 ROWS = {  # name: (Config, B, T, steps of a turn)
     "laptop": (Config(maxT=64, V=65, L=4, NH=4, C=128, Vp=128), 12, 64, 20),
     "124M": (Config(), 4, 64, 2)}

@@ -31,10 +31,10 @@ import numpy as np
 
 from dev.common.config import draw_parameters
 from dev.common.flags import parse_flags, with_values
+from dev.common.program import run_main
 from dev.features.order import attach, table_of_flags, with_defaults
 from dev.features.seams import GPT2, Training
-from prepro_tinyshakespeare import UserError, replace_file, run_main
-from train_gpt2 import FLAGS as TRAINERS
+from train_gpt2 import FLAGS as TRAINERS, UserError, replace_file
 
 RATES = {"adamw": (5e-4, 1e-3, 1.5e-3, 2e-3, 3e-3, 4e-3),
          "muon": (0.005, 0.01, 0.015, 0.02, 0.03, 0.04)}

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from dev.features.shuffled_loader import FilesLoader
-from prepro_tinyshakespeare import UserError
+from train_gpt2 import UserError
 
 WARM_UP, STEPS = 5, 20  # of PyTorch
 MATRICES = "qkv", "attproj", "fc", "fcproj"  # of a layer of GPT-2

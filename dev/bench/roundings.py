@@ -19,7 +19,8 @@ import sys
 
 from dev.bench.turns import TOP, steps_of
 from dev.common.flags import parse_flags, split_versions
-from prepro_tinyshakespeare import UserError, run_main
+from dev.common.program import run_main
+from train_gpt2 import UserError
 
 FLAGS = [(None, "--steps", "count", 400, "steps of each run"),
          (None, "--last", "count", 50, "steps whose mean loss counts")]

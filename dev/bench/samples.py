@@ -24,12 +24,13 @@ from dev.bench.torch_training import parameters_of
 from dev.common.config import Config, draw_parameters, read_parameters
 from dev.common.flags import parse_flags
 from dev.common.gpus import has_gpu
+from dev.common.program import run_main
 from dev.features.declare import stack
 from dev.features.devices import make_device
 from dev.features.kv_cache import AHEAD, SOURCE, Cached
 from dev.features.sample import coins_of
 from dev.features.seams import GPT2
-from prepro_tinyshakespeare import UserError, run_main
+from train_gpt2 import UserError
 
 FLAGS = [
     ("-e", "--model", "name", "d12", "checkpoint, or descriptor"),

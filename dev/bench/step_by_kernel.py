@@ -11,8 +11,7 @@ from dev.common.cuda_source import parameters_of
 from dev.features import order
 from dev.features.devices import FastCuda
 from dev.llama3.train_llama3 import Config3
-from prepro_tinyshakespeare import UserError
-from train_gpt2 import read_kernels
+from train_gpt2 import UserError, read_kernels
 
 SOURCES = [*Config3.SOURCES, *order.SOURCES]
 

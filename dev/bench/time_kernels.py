@@ -29,6 +29,7 @@ from dev.common.bf16 import to_bf16
 from dev.common.config import Config
 from dev.common.flags import parse_flags
 from dev.common.gpus import capability
+from dev.common.program import run_main
 from dev.cpu.emulated import Emulated
 from dev.features.declare import stack
 from dev.features.devices import FastCuda, device_class
@@ -46,8 +47,7 @@ from dev.lab.bench import BF16_LIMIT, Bench
 from dev.lab.formulas import dswiglu, swiglu
 from dev.lab.ladder import ANY, Ladder, SwitchedConfig, Version, parse_sizes
 from dev.llama3.train_llama3 import Config3
-from prepro_tinyshakespeare import UserError, run_main
-from train_gpt2 import BF16, read_kernels, to_float
+from train_gpt2 import BF16, UserError, read_kernels, to_float
 
 FLAGS = [
     (None, "kernels", ("five", "gelu", "swiglu", "symmetric"), None, "which to check and to time"),

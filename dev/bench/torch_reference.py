@@ -43,7 +43,8 @@ import torch
 from torch.nn import functional as F
 
 from dev.common.flags import argument, parse_flags
-from prepro_tinyshakespeare import UserError, replace_file, run_main
+from dev.common.program import run_main
+from train_gpt2 import UserError, replace_file
 
 
 def check(condition, message):

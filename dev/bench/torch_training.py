@@ -24,6 +24,7 @@ import math
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -31,13 +32,14 @@ import torch
 from dev.bench.torch_reference import GPT2, fused_attention
 from dev.common.config import Config, count_tokens, draw_parameters, read_parameters
 from dev.common.flags import parse_flags, with_values
+from dev.common.program import run_main
+from dev.data.paths import data_paths
 from dev.features.devices import OnCpu
 from dev.features.order import table_of_flags, with_defaults
 from dev.features.schedule import Scheduled
 from dev.features.seams import Training
 from dev.features.shuffled_loader import FilesLoader, check_pair, paths_of
-from prepro_tinyshakespeare import UserError, run_main
-from train_gpt2 import FLAGS, to_float
+from train_gpt2 import FLAGS, UserError, to_float
 
 OWN_FLAGS = [(None, "--compile", "switch", 0, "1: with torch.compile")]
 FOLLOWED = {"train_data", "val_data", "model", "output", "batch_size", "total_batch", "seq_len",
@@ -200,11 +202,11 @@ def main(arguments=None):
     name = flags.model
     from_file = Path(name).is_file() or name.endswith(".bin")
     c = Config.from_file(name) if from_file else Config.from_descriptor(name)
-    longest = min(c.maxT, (OnCpu if place == "cpu" else Training).longest)
+    longest = (OnCpu if place == "cpu" else Training).default_length(SimpleNamespace(config=c))
     B, T = flags.batch_size, flags.seq_len or longest
     if T > c.maxT:
         raise UserError(f"-t {T}: expected at most the model's {c.maxT} positions")
-    train_path, val_path = paths = c.data_paths(flags.train_data, flags.val_data)
+    train_path, val_path = paths = data_paths(flags.train_data, flags.val_data)
     check_pair((flags.train_data, flags.val_data), paths)
     train_data = FilesLoader(val_path if flags.overfit else train_path, B, T, c,
                              0 if flags.overfit else flags.shuffle)

@@ -25,7 +25,8 @@ from pathlib import Path
 
 from dev.bench.benchmark import write_words
 from dev.common.flags import parse_flags, split_versions
-from prepro_tinyshakespeare import UserError, run_main
+from dev.common.program import run_main
+from train_gpt2 import UserError
 
 TOP = Path(__file__).resolve().parents[2]
 FLAGS = [(None, "--rounds", "count", 3, "runs of each version")]

@@ -3,7 +3,7 @@ import json
 import os
 from pathlib import Path
 
-from prepro_tinyshakespeare import UserError, replace_file
+from train_gpt2 import UserError, replace_file
 
 
 def cache_folder():

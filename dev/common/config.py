@@ -7,9 +7,9 @@ import re
 import numpy as np
 
 import train_gpt2
-from prepro_tinyshakespeare import EOT, UserError, data_paths, gpt2_encoding, make_header
-from train_gpt2 import (CHECKPOINT, HEADER_BYTES, KERNELS, STORED, TOKENS, check_config, check_size,
-                        check_tokens, matrices)
+from train_gpt2 import (CHECKPOINT, EOT, HEADER_BYTES, KERNELS, STORED, TOKENS, UserError,
+                        check_config, check_size, check_tokens, gpt2_encoding, make_header,
+                        matrices, sizes_of_depth, sizes_of_file)
 
 
 def header_of_kinds(path, *kinds):
@@ -53,7 +53,6 @@ class Config(train_gpt2.Config):
     MODELS = ("gpt2_124M.bin", "d12")  # without -e: the file if it is here, else d12
     EOT = EOT
     encoding = staticmethod(gpt2_encoding)
-    data_paths = staticmethod(data_paths)
 
     @classmethod
     def from_descriptor(cls, descriptor):
@@ -62,13 +61,18 @@ class Config(train_gpt2.Config):
         sizes = sizes_of(descriptor, {"LxNHxC": "6x6x384"})
         if not sizes:
             try:
-                return super().from_descriptor(descriptor)
+                return cls(**sizes_of_depth(descriptor))
             except UserError as e:
                 raise UserError(f"{e}, or layers x heads x channels, such as 6x6x384") from None
         L, NH, C = sizes
         c = cls(L=L, NH=NH, C=C)
         c.check(f"-e {descriptor}")
         return c
+
+    @classmethod
+    def from_file(cls, path):
+        """The config of a checkpoint. Raises UserError."""
+        return cls(**sizes_of_file(path))
 
     def with_words(self, V):
         """The same sizes for a vocabulary of V words."""

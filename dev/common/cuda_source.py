@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 import train_gpt2
-from prepro_tinyshakespeare import UserError
+from train_gpt2 import UserError
 
 # Structs with an array: does the kernel only read it?
 STRUCTS = {"Output": False, "Tiles": True, "TokenPass": False}

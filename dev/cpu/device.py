@@ -8,15 +8,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
-from prepro_tinyshakespeare import UserError
-
-import numpy as np  # after prepro_tinyshakespeare, which has said how its threads are to wait
+import numpy as np
 
 from dev.common.cuda_source import check_arrays, checked_kernels, parameters_of
 from dev.cpu import races
 from dev.cpu.emulated import ALWAYS, HEADERS, KERNELS, Emulated
 from dev.cpu.host import FLAGS, Host, compiled, flags_asked_for, loaded, round_to_tf32
-from train_gpt2 import BF16, SIZES
+from train_gpt2 import BF16, SIZES, UserError
 
 LOOPS = Path(__file__).resolve().parent / "kernels.cpp"
 C_TYPES = {"int": ctypes.c_int, "long": ctypes.c_long, "float": ctypes.c_float,

@@ -8,9 +8,7 @@ import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
-from prepro_tinyshakespeare import UserError
-
-import numpy as np  # after prepro_tinyshakespeare, which has said how its threads are to wait
+import numpy as np
 
 from dev.common.compiler import words_of
 from dev.common.cuda_source import check_arrays, checked_kernels
@@ -18,7 +16,7 @@ from dev.common.student_text import for_cpu
 from dev.cpu import races
 from dev.cpu.host import FLAGS, Host, compiled, flags_asked_for, found_compiler, loaded
 from dev.cpu.places import with_calls
-from train_gpt2 import SIZES, FastCuda, aligned_bytes
+from train_gpt2 import SIZES, FastCuda, UserError, aligned_bytes
 
 HEADER = Path(__file__).resolve().parent / "cuda.h"
 HEADERS = sorted(HEADER.parent.glob("*.h"))  # cuda.h includes the others

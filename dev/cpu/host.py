@@ -13,19 +13,24 @@ import threading
 import time
 from pathlib import Path
 
-from prepro_tinyshakespeare import UserError, replace_file
-
-import numpy as np  # after prepro_tinyshakespeare, which has said how its threads are to wait
+import numpy as np
 
 from dev.common.bf16 import to_bf16
 from dev.common.cache import cache_folder
 from dev.common.compiler import compiler_of, missing, words_of
-from train_gpt2 import BF16, Cuda, to_float
+from train_gpt2 import BF16, Cuda, UserError, replace_file, to_float
 
 FLAGS = ["-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-Wall", "-Wno-unknown-pragmas",
          "-fPIC", "-shared", "-fopenmp"]
 if platform.machine() in ("x86_64", "AMD64"):  # else half of AVX-512's vectors
     FLAGS.append("-mprefer-vector-width=512")
+
+
+# NumPy's threads and the kernels' take turns. Threads that busy-wait would slow the others down, so
+# g++'s sleep after some 0.1 ms, since the next kernel often comes sooner. Its library reads these
+# when the first kernels are loaded; NumPy's is set in train_gpt2.py.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 
 
 class Host:

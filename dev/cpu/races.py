@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dev.common.compiler import words_of
-from prepro_tinyshakespeare import UserError
+from train_gpt2 import UserError
 
 FLAG = "-fsanitize=thread"
 # The hooks are races.h's own, so libtsan must not be linked; lines are for the report; one OS

@@ -35,11 +35,13 @@ import json
 import re
 import string
 
-from dev.data.documents import cleaned
-from dev.features.masked import mask_path, write_mask
-from prepro_tinyshakespeare import VAL_TOKENS, UserError, both, call_tiktoken, write_tokens
+import numpy as np
 
-import numpy as np  # after prepro_tinyshakespeare, which sets how its threads wait
+from dev.data.documents import cleaned
+from dev.data.text import both, call_tiktoken
+from dev.features.masked import mask_path, write_mask
+from prepro_tinyshakespeare import VAL_TOKENS, write_tokens
+from train_gpt2 import UserError
 
 PROMPTS = "prompt", "question", "instruction"
 ANSWERS = "answer", "completion", "response", "output"

@@ -10,8 +10,10 @@ import re
 from pathlib import Path
 
 from dev.data.tables import KINDS as TABLES, read_texts
+from dev.data.text import BYTE_ORDER_MARK
 from dev.data.vocabulary import whole
-from prepro_tinyshakespeare import BYTE_ORDER_MARK, UserError, download_tinyshakespeare
+from prepro_tinyshakespeare import download_tinyshakespeare
+from train_gpt2 import UserError
 
 KINDS = ".txt", *TABLES
 OTHERS = ".json", ".ndjson", ".tsv"  # rows in a syntax that is not read here

@@ -24,8 +24,9 @@ import zlib
 from pathlib import Path
 
 from dev.common.flags import parse_flags, split_names
+from dev.common.program import run_main
 from dev.data.documents import cleaned
-from prepro_tinyshakespeare import UserError, replace_file, run_main
+from train_gpt2 import UserError, replace_file
 
 FOLDERS = [sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "/usr/share/doc",
            "/usr/share/man", "/usr/lib/python3", "/usr/local/lib"]

@@ -41,17 +41,17 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from dev.common.config import count_tokens
 from dev.common.flags import parse_flags
+from dev.common.program import run_main
 from dev.data.documents import cleaned
 from dev.data.hub import download, library, list_files
 from dev.data.tables import read_texts, table_files
+from dev.data.text import call_tiktoken
 from dev.data.vocabulary import Vocabulary, read_vocabulary, vocabulary_bytes, write_vocabulary
-from prepro_tinyshakespeare import (EOT, UserError, call_tiktoken, gpt2_encoding, make_header,
-                                    replace_file, run_main)
-from train_gpt2 import TOKENS, number
-
-import numpy as np  # after prepro_tinyshakespeare, which sets how its threads wait
+from train_gpt2 import EOT, TOKENS, UserError, gpt2_encoding, make_header, number, replace_file
 
 DATASETS = {"classic": ("HuggingFaceFW/fineweb", "fineweb"),
             "edu": ("HuggingFaceFW/fineweb-edu", "edu_fineweb")}

@@ -12,8 +12,10 @@ from pathlib import Path
 from dev.data.documents import cleaned
 from dev.data.english import is_prose, of_python
 from dev.data.own_text import tokens_of, write_set
+from dev.data.text import both
 from dev.data.vocabulary import tokenizer_path, vocabulary_of
-from prepro_tinyshakespeare import UserError, both, download_tinyshakespeare
+from prepro_tinyshakespeare import download_tinyshakespeare
+from train_gpt2 import UserError
 
 TOP = Path(__file__).resolve().parents[2]
 TINYSHAKESPEARE = Path("data/tinyshakespeare_bytes/tinyshakespeare_bytes_{}.bin")

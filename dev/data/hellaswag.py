@@ -11,16 +11,17 @@ tokenized as it is; questions of --input are cleaned as texts to train on.
 import functools
 from pathlib import Path
 
+import numpy as np
+
 from dev.common.flags import parse_flags
+from dev.common.program import run_main
 from dev.data.documents import cleaned
 from dev.data.hub import download, list_files
 from dev.data.tables import read_rows, table_files
+from dev.data.text import call_tiktoken
 from dev.features.file_kinds import checked_header
 from dev.features.hellaswag_score import COMPLETIONS, EVAL_FILE, START
-from prepro_tinyshakespeare import (UserError, call_tiktoken, gpt2_encoding, make_header,
-                                    replace_file, run_main)
-
-import numpy as np  # after prepro_tinyshakespeare, which sets how its threads wait
+from train_gpt2 import UserError, gpt2_encoding, make_header, replace_file
 
 REPO = "Rowan/hellaswag"
 FLAGS = [

@@ -4,7 +4,7 @@ import errno
 import importlib
 from pathlib import Path
 
-from prepro_tinyshakespeare import UserError
+from train_gpt2 import UserError
 
 AGAIN = "start the program again to go on"
 # what the hub may answer: what that means, and what to do

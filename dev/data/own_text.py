@@ -14,15 +14,17 @@ takes inputs that are larger than memory.
 import os
 from pathlib import Path
 
-import prepro_tinyshakespeare as prepro
+import numpy as np
+
 from dev.common.flags import parse_flags
+from dev.common.program import run_main
 from dev.data import chats
 from dev.data.documents import FLAGS as DOCUMENTS, documents_of, input_files, name_of, said
+from dev.data.text import both
 from dev.data.vocabulary import (BYTES, MOST, interruptible, read_vocabulary, tokenizer_path,
                                  vocabulary_bytes, vocabulary_of, write_vocabulary)
-from prepro_tinyshakespeare import UserError, both, val_count, write_parts
-
-import numpy as np  # after prepro_tinyshakespeare, which sets how its threads wait
+from prepro_tinyshakespeare import val_count, write_parts
+from train_gpt2 import DATA, UserError
 
 
 def vocab(text):
@@ -81,7 +83,7 @@ def main(arguments=None):
     own = flags.vocab != "gpt2"
     default = "tinyshakespeare" + own * f"_{Path(flags.vocab).stem}"
     name = name_of(flags) or (default if own else None)
-    pattern = Path(f"data/{name}/{name}_{{}}.bin") if name else prepro.TINYSHAKESPEARE
+    pattern = f"data/{name}/{name}_{{}}.bin" if name else DATA
     if not flags.input and not own and not flags.documents:
         flags.documents = "blank-lines"  # as in llm.c's files
     given = read_vocabulary(flags.vocab) if flags.vocab.endswith(".bin") else None
@@ -96,3 +98,8 @@ def main(arguments=None):
     tokens = interruptible(tokens_of, texts, vocabulary)
     print(said(units))
     write_set(pattern, tokens, vocabulary if own else None)
+
+
+def program():
+    """main(), as a program."""
+    run_main(main)

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from dev.data.hub import library
-from prepro_tinyshakespeare import UserError
+from train_gpt2 import UserError
 
 KINDS = ".parquet", ".jsonl", ".csv"
 CHAT = "conversations need prepro_tinyshakespeare.py --chat"

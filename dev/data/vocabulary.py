@@ -20,14 +20,15 @@ import threading
 from concurrent.futures import Future
 from pathlib import Path
 
+import numpy as np
+
 from dev.data.hub import library
+from dev.data.text import call_tiktoken
 from dev.features.file_kinds import checked_header
 from dev.features.shuffled_loader import paths_of
-from prepro_tinyshakespeare import (END_OF_TEXT, EOT, UserError, call_tiktoken, gpt2_encoding,
-                                    make_header, replace_file)
-from train_gpt2 import HEADER_BYTES, FileKind
-
-import numpy as np  # after prepro_tinyshakespeare, which sets how its threads wait
+from prepro_tinyshakespeare import END_OF_TEXT
+from train_gpt2 import (EOT, HEADER_BYTES, FileKind, UserError, gpt2_encoding, make_header,
+                        replace_file)
 
 TOKENIZER = FileKind("tokenizer", 20240328, (2,), "prepro_tinyshakespeare.py --vocab writes one, "
                      "and llm.c's train_gpt2.py GPT-2's")

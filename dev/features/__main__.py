@@ -7,8 +7,8 @@ import re
 import sys
 from pathlib import Path
 
+from dev.common.program import run_main
 from dev.features import order  # noqa: F401 (it imports all features)
-from prepro_tinyshakespeare import run_main
 
 HERE = Path(__file__).resolve().parent
 

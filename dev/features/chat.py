@@ -17,7 +17,7 @@ from dev.data.documents import cleaned
 from dev.features.declare import Feature, Flag
 from dev.features.sample import GROUP
 from dev.features.tokenizer import encoding_of_model
-from prepro_tinyshakespeare import UserError
+from train_gpt2 import UserError
 
 
 class Chatting:

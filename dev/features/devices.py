@@ -5,7 +5,7 @@ from dev.common.cuda_source import check_arrays
 from dev.cpu.device import Cpu
 from dev.cpu.emulated import Emulated
 from dev.features.declare import Feature, Flag, stack
-from prepro_tinyshakespeare import UserError
+from train_gpt2 import UserError
 
 
 class Beside:
@@ -69,7 +69,9 @@ class WithoutGraphs:
 
 class OnCpu:
     """Training on the CPU device."""
-    longest = 64  # T without -t
+
+    def default_length(self):
+        return min(self.config.maxT, 64)
 
 
 NO_GRAPH = Feature("no graph", lambda flags, ranks: not flags.graph, device=WithoutGraphs, flags=(

@@ -18,7 +18,7 @@ import numpy as np
 from dev.common.config import read_parameters
 from dev.features.checkpoints.state_file import finite
 from dev.features.declare import Feature, Flag, Pair
-from prepro_tinyshakespeare import UserError
+from train_gpt2 import UserError
 
 SOURCE = Path(__file__).resolve().with_name("ema.cu")
 FILE = "ema_{:08d}.bin"
@@ -33,7 +33,7 @@ class Averaged:
 
     def __init__(self, *args, **keywords):
         super().__init__(*args, **keywords)
-        self.average = self.whole_views("average")
+        self.average = self.views("average")
 
     def adamw(self, parameters, low, gradients, m, v):
         super().adamw(parameters, low, gradients, m, v)

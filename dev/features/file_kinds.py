@@ -10,7 +10,7 @@ from pathlib import Path
 from dev.common import config
 from dev.features.declare import Feature, Flag
 from dev.features.shuffled_loader import paths_of
-from prepro_tinyshakespeare import UserError
+from train_gpt2 import UserError
 
 OPENAI = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # names on the hub without an owner
 PREPARE = ("python", "prepro_tinyshakespeare.py", "--input")

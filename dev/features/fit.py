@@ -5,8 +5,7 @@ import bisect
 
 from dev.common.host_memory import available_memory
 from dev.features.declare import Feature
-from prepro_tinyshakespeare import UserError
-from train_gpt2 import BF16, offsets, size_of
+from train_gpt2 import BF16, UserError, offsets, size_of
 
 # Bytes that the first step takes besides: CuPy, cuBLAS and the driver; on the CPU NumPy and
 # threads.
@@ -28,6 +27,20 @@ def shared_bytes(c, device):
     return of_heads, device.layernorm_sizes.shared_of_row if has_layernorms else 0
 
 
+def check_shared(c, device):
+    """Raise UserError unless a block has the shared memory that the kernels need."""
+    of_heads, of_rows = shared_bytes(c, device)
+    larger = max(of_heads, of_rows)
+    if larger > device.max_shared:
+        remedies = ["smaller heads"] * (of_heads > device.max_shared)
+        remedies += ["a smaller C"] * (of_rows > device.max_shared)
+        remedies += ["bf16"] * (device.real != BF16 and getattr(device, "capability", 80) >= 80
+                                and larger // 2 <= device.max_shared)
+        raise UserError(f"C = {c.C}, NH = {c.NH}: a block needs {larger:,} bytes of shared memory, "
+                        f"and this device ({device}) has {device.max_shared:,}: choose "
+                        f"{' or '.join(remedies)}")
+
+
 class Fitting:
     """A model that checks its device first."""
 
@@ -40,23 +53,20 @@ class Fitting:
         free = free_bytes(device)
         return bytes_of(B), free, bisect.bisect_right(range(1, 2**16), free, key=bytes_of)
 
+    def __init__(self, config, device, B, T):
+        self.check(config, device, B, T)
+        super().__init__(config, device, B, T)
+
     def check(self, config, device, B, T):
-        config.check_length(T)
+        """Raise UserError unless the model can have such batches on this device."""
         if device.compiled_for != config.switches():
             raise UserError("the device's kernels are compiled for "
                             f"{' '.join(device.compiled_for)}: expected a device for "
                             f"{' '.join(config.switches())}")
-        of_heads, of_rows = shared_bytes(config, device)
-        if max(of_heads, of_rows) > device.max_shared:
-            remedies = ["smaller heads"] * (of_heads > device.max_shared)
-            remedies += ["a smaller C"] * (of_rows > device.max_shared)
-            larger = max(of_heads, of_rows)
-            remedies += ["bf16"] * (device.real != BF16 and getattr(device, "capability", 80) >= 80
-                                    and larger // 2 <= device.max_shared)
-            raise UserError(f"C = {config.C}, NH = {config.NH}: a block needs {larger:,} bytes of "
-                            f"shared memory, and this device ({device}) has {device.max_shared:,}: "
-                            f"choose {' or '.join(remedies)}")
-        super().check(config, device, B, T)
+        check_shared(config, device)
+        if any(row.name == "wpe" for row in config.parameter_table()) and T > config.maxT:
+            raise UserError(f"-t {T}: expected at most maxT = {config.maxT}: wpe has no more "
+                            "positions")
         asked, free, fits = self.memory(config, device, B, T)
         if asked > free:
             memory = "memory" if device.name == "cpu" else "device memory"
@@ -69,6 +79,14 @@ class Fitting:
         return "" if fits else "; choose a smaller -t or -e"
 
 
+class FittingTraining:
+    """The run of such a model."""
+
+    def check_memory(self):
+        check_shared(self.config, self.device)
+        super().check_memory()
+
+
 class Told:
     """Prints how much memory a run takes."""
 
@@ -78,4 +96,4 @@ class Told:
                 f"{free / 2**30:.2f} GiB")
 
 
-FEATURE = Feature("memory", model=Fitting, observer=Told)
+FEATURE = Feature("memory", model=Fitting, training=FittingTraining, observer=Told)

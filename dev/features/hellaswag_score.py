@@ -20,8 +20,7 @@ import numpy as np
 
 from dev.features.declare import Feature, Flag, Pair
 from dev.features.file_kinds import checked_header
-from prepro_tinyshakespeare import UserError
-from train_gpt2 import HEADER_BYTES, FileKind
+from train_gpt2 import HEADER_BYTES, FileKind, UserError
 
 EVAL_FILE = FileKind("HellaSwag file", 20240522, (1,), "dev/data/hellaswag.py writes one")
 START, COMPLETIONS = 65535, 4

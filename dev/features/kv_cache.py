@@ -26,7 +26,7 @@ import numpy as np
 from dev.features.declare import Feature, Flag, Pair
 from dev.features.devices import address_of
 from dev.features.sample import choose
-from train_gpt2 import Row, carve, ceil_div, to_float
+from train_gpt2 import Row, carve, ceil_div, layer_of, to_float
 
 SOURCE = Path(__file__).resolve().with_suffix(".cu")
 FEW = 4  # rows of token_linear, at most
@@ -159,7 +159,7 @@ class Cached:
         self.in_one = device.name == "cuda" and self.shared + 4096 <= device.max_shared
         self.draws = device.name == "cuda"  # whether tokens are drawn on the device
         table = config.parameter_table(device.real)
-        self.weights = [self.layer_views(self.params, table, l) for l in range(config.L)]
+        self.weights = [layer_of(self.params, table, l) for l in range(config.L)]
 
     # ---- What is kept
 
@@ -370,7 +370,7 @@ class Cached:
             ended=self.cache.ended, keys=self.cache.keys[0, rows],
             values=self.cache.values[0, rows], B=now.count, L=c.L, C=c.C, H=hidden.shape[-1],
             NH=c.NH, T=self.T, V=c.V, Vp=now.logits.shape[-1], rows=self.rows,
-            activation=self.ACTIVATION, eps=self.eps, scale=self.scale)
+            activation=self.ACTIVATION, eps=self.eps, scale=(c.C // c.NH) ** -0.5)
         made = np.zeros(1, TOKEN_PASS)
         for name, (kind, _) in TOKEN_PASS.fields.items():
             value = given.get(name)
@@ -401,7 +401,7 @@ class Cached:
         _, NKV, T, HS = keys.shape
         self.device.launch("token_attention", (now.count * NKV, now.span), now.atty, keys, values,
                            self.cache.parts, self.cache.arrived, now.qkv, rope, now.positions,
-                           self.scale, now.count, T, c.NH,
+                           (c.C // c.NH) ** -0.5, now.count, T, c.NH,
                            shared=shared_of_attention(c.NH // NKV, HS))
 
     def norm_and_linear(self, out, normw, normb, weight, bias=None, activation=0):

@@ -29,7 +29,7 @@ from pathlib import Path
 from dev.features.checkpoints.json_log import FEATURE as JSON_LOG
 from dev.features.checkpoints.json_log import JsonLog
 from dev.features.declare import Feature, Flag
-from prepro_tinyshakespeare import UserError
+from train_gpt2 import UserError
 
 
 class TensorBoard:

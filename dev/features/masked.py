@@ -25,14 +25,13 @@ import math
 import zlib
 from pathlib import Path
 
+import numpy as np
+
 from dev.features.checkpoints.run_json import read_notes
 from dev.features.declare import Feature, Flag
 from dev.features.file_kinds import checked_header
 from dev.features.shuffled_loader import FilesLoader, paths_of
-from prepro_tinyshakespeare import UserError, make_header, replace_file
-from train_gpt2 import HEADER_BYTES, FileKind, Row, check_size
-
-import numpy as np  # after prepro_tinyshakespeare, which sets how its threads wait
+from train_gpt2 import HEADER_BYTES, FileKind, Row, UserError, check_size, make_header, replace_file
 
 SOURCE = Path(__file__).resolve().with_suffix(".cu")
 MASK = FileKind("mask", 20261125, (1,), "prepro_tinyshakespeare.py --chat writes one beside the "
@@ -165,7 +164,7 @@ class Masked:
 
     def norm_of(self, gradients):
         """Make gradients and loss means over the targets that count, and then the norm."""
-        tokens = self.BT[0] * self.BT[1] * self.micros
+        tokens = self.BT[0] * self.BT[1] * self.micros * self.count
         n = gradients.nbytes // 4
         self.device.launch("scale_by_counted", n, gradients, self.adam.verdict, self.adam.counted,
                            tokens, n)
@@ -228,7 +227,7 @@ class MaskedTraining:
 
         total = super().total_loss(noted())
         if not sum(counted):
-            raise UserError(f"{self.val_path}: none of the {sum(sizes):,} targets of a validation "
+            raise UserError(f"{self.paths[1]}: none of the {sum(sizes):,} targets of a validation "
                             "counts; expected another -j (with a larger --row, if conversations "
                             "were cut), a larger -m, or -v 0")
         return total * sum(sizes) / sum(counted)

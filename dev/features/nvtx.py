@@ -22,9 +22,8 @@ def titled(name):
 
 
 # {method: a function of the object and the arguments that gives the title of its range}
-PASSES = "forward_pass", "loss_pass", "backward_pass", "update_pass"
 MODEL = {"train_step": lambda model, *batches, **adamw: f"step {model.step + 1}",
-         **{name: titled(name) for name in (*PARTS, *PASSES)}}
+         **{name: titled(name) for name in (*PARTS, "update_pass")}}
 DEVICE = {"launch": lambda device, name, *args, **more: name,
           "matmul": lambda device, out, a, *args, **more: "matmul {} x {} x {}".format(
               *out.shape, a.shape[1]),

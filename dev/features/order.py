@@ -6,8 +6,9 @@ declaration, see declare.py, says which flags ask for it. The classes of the fea
 asks for are stacked in the order of FEATURES, the first outermost, on top of the plain program's,
 and make classes for this run only. Features that only listen are observers, beside the stack.
 
-train_gpt2.main calls main here. Without this file it still trains on a GPU.
+train_gpt2.main calls program here. Without this file it still trains on a GPU.
 """
+from dev.common.program import run_main
 import train_gpt2
 from dev.common import gpus
 from dev.common.flags import parse_flags, with_values
@@ -26,7 +27,7 @@ from dev.features.output import go_on_without_output
 from dev.features.ranks import bf16_sums, launch, ranks, zero
 from dev.features.ranks.environment import launched
 from dev.features.seams import GPT2, Training
-from prepro_tinyshakespeare import UserError
+from train_gpt2 import UserError
 
 # What wraps stands above what it wraps: make_model of the first ends last.
 FEATURES = [
@@ -188,6 +189,11 @@ def make_training(flags, table, Model, ranks=None, front=()):
         flags = folder.flags  # with -y 1 those of the run, too
     training, model = classes_of(flags, table, Model, ranks, folder)
     return stack(training, front)(model.flags)
+
+
+def program(Model=GPT2):
+    """main(), as a program with the command line's arguments."""
+    run_main(lambda: main(None, Model))
 
 
 def main(arguments=None, Model=GPT2):

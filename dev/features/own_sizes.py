@@ -14,7 +14,6 @@ from dev.features.declare import Feature
 
 class OwnSizes:
     """Training of a model whose sizes are not all in its name."""
-    paths = None  # of the data
     reads_bytes = False  # without -i
 
     def choose_model(self):
@@ -30,7 +29,8 @@ class OwnSizes:
         return not self.from_file and "x" in self.name
 
     def find_config(self):
-        c = super().find_config()
+        kind = self.Model.Config
+        c = super().find_config() if self.from_file else kind.from_descriptor(self.name)
         T = self.find_length()
         if self.all_own() and T and type(c) is Config:  # others need no positions
             c = dataclasses.replace(c, maxT=T)

@@ -12,7 +12,7 @@ import numpy as np
 from dev.common.cache import read_cache, write_cache
 from dev.features.declare import Feature, is_fast
 from dev.features.peak import peak_of
-from prepro_tinyshakespeare import UserError
+from train_gpt2 import UserError
 
 
 class TimedProducts:

@@ -81,10 +81,6 @@ class RecomputeLayers(SharedLayers):
         with self.residual(0):
             super().embedding_forward()
 
-    def last_norm_forward(self):
-        with self.residual(-1):
-            super().last_norm_forward()
-
     def layer_backward(self, l):
         self.again = True
         super().layer_forward(l)  # not the gathering of --zero 1 in front of it
@@ -103,7 +99,8 @@ class RecomputeLayers(SharedLayers):
         """As the model's, between two tensors: ln1 works on x before the layer, which has the sum
         already if the layer comes again; ln2 leaves its sum in the last."""
         if y.name == "lnf":
-            return super().norm_forward(y, branch)
+            with self.residual(-1):
+                return super().norm_forward(y, branch)
         before, last = self.acts.residual[y.l], self.acts.residual[-1]
         if y.name == "ln1":
             self.norm_into(before, last, None if self.again else branch, y)

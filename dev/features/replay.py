@@ -21,12 +21,11 @@ from dev.common.cuda_source import parameters_of
 from dev.common.flags import with_values
 from dev.features.declare import Feature, Flag, Pair
 from dev.features.devices import address_of
-from prepro_tinyshakespeare import UserError, replace_file
-from train_gpt2 import batch_table, carve, pack_batch, to_float
+from train_gpt2 import UserError, batch_table, carve, pack_batch, replace_file, to_float
 
 # Methods of the model that a report names
-PARTS = ("embedding_forward", "layer_forward", "last_norm_forward", "head_forward", "loss_forward",
-         "mean_loss", "head_backward", "last_norm_backward", "layer_backward", "embedding_backward")
+PARTS = ("forward_pass", "embedding_forward", "layer_forward", "loss_pass", "head_forward",
+         "loss_forward", "head_backward", "backward_pass", "layer_backward", "embedding_backward")
 LARGEST = 5  # how many tensors a report of an outlier names
 
 
@@ -126,7 +125,7 @@ def repeat(model, batches):
     for name in ("activations", "backward", "gradients"):
         model.device.zero(model.arenas[name])  # nothing is left of the failed step
     model.device.zero(model.adam.verdict[:2])  # except whether updates are stopped
-    model.micros = len(batches) * model.count
+    model.micros = len(batches)
     try:
         for model.micro, batch in enumerate(batches):
             model.set_batch(batch)

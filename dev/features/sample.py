@@ -24,8 +24,7 @@ import numpy as np
 from dev.common.flags import with_values
 from dev.data.documents import cleaned, read_utf8
 from dev.features.declare import Feature, Flag
-from prepro_tinyshakespeare import UserError
-from train_gpt2 import coins, draw_token
+from train_gpt2 import UserError, coins, draw_token
 
 # ---- Which token
 

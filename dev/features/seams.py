@@ -1,8 +1,7 @@
 """What a run with features has beyond the trainer's classes: other architectures, and a state that
 outlasts it. features/order.py stacks features on these.
 """
-from types import SimpleNamespace
-
+from dev.data.paths import data_paths
 import train_gpt2
 from dev.common.config import Config
 from dev.features.devices import FastCuda
@@ -12,9 +11,15 @@ from train_gpt2 import Row
 class GPT2(train_gpt2.GPT2):
     """GPT-2, and the base of other architectures."""
     Config = Config
+    rank = 0  # the index of this process
+    count = 1  # how many processes share each batch
     Training = None  # a class in front of Training; what else its run needs
     state_version = 1  # of its state files; those of another optimizer than AdamW have another
     uncut = ()  # names of tensors whose layers several ranks share out whole: see ranks/zero.py
+
+    def next_logits(self, tokens):
+        """As train_gpt2.next_logits."""
+        return train_gpt2.next_logits(self, tokens)
 
 
 class SharedLayers:
@@ -28,9 +33,13 @@ class SharedLayers:
         return tables | {"activations": [row._replace(layers=1) if row.name in cls.SHARED else row
                                          for row in tables["activations"]]}
 
-    def layer_views(self, views, table, l):
-        return SimpleNamespace(**{row.name: getattr(views, row.name)[l % row.layers]
-                                  for row in table if row.layers})
+    def views(self, arena):
+        """As GPT2.views; all layers of a shared tensor are its only one."""
+        views = super().views(arena)
+        for name in self.SHARED if arena == "activations" else ():
+            if hasattr(views, name):
+                setattr(views, name, [getattr(views, name)[0]] * self.config.L)
+        return views
 
 
 class Counted:
@@ -75,6 +84,16 @@ class Training(train_gpt2.Training):
 
     def say(self, line):
         self.tell("say", line)
+
+    def next_logits(self, tokens):
+        return self.model.next_logits(tokens)
+
+    def data_paths(self):
+        """As the trainer's. Without -i named like -j, or tinyshakespeare's in any spelling, which
+        is prepared if it is missing."""
+        if self.flags.train_data:
+            return super().data_paths()
+        return data_paths(None, self.flags.val_data)
 
     def make_device(self):
         """The device, with the CUDA files of this run's features."""

@@ -12,8 +12,7 @@ import numpy as np
 
 from dev.common.config import count_tokens, read_tokens
 from dev.features.declare import Feature, Flag
-from prepro_tinyshakespeare import UserError
-from train_gpt2 import DataLoader
+from train_gpt2 import DataLoader, UserError
 
 
 def paths_of(pattern):
@@ -44,7 +43,10 @@ class FilesLoader(DataLoader):
 
     def __init__(self, pattern, B, T, c, shuffle=None, rank=0, count=1):
         self.pattern, self.paths, self.c = pattern, paths_of(pattern), c
-        self.sizes = B, T, rank, count
+        self.rows = slice(rank * B, (rank + 1) * B)  # of a batch that all ranks share
+        self.sizes = count * B, T
+        self.rank = rank
+        self.own = B  # rows of this rank
         self.shuffle = len(self.paths) > 1 if shuffle is None else shuffle
         self.rng = np.random.RandomState(42 + rank)
         self.files = self.permuted(range(len(self.paths)))
@@ -89,6 +91,10 @@ class FilesLoader(DataLoader):
 
     def restart(self):
         self.open(0)
+
+    def batch(self, i):
+        tokens, targets = super().batch(i)
+        return tokens[self.rows], targets[self.rows]
 
     def position(self):
         """Where the next batch is, for a checkpoint."""

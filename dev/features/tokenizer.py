@@ -15,7 +15,8 @@ from dev.data.vocabulary import (PRINTING, read_vocabulary, vocabulary_beside, v
                                  vocabulary_of_checkpoint)
 from dev.features.declare import Feature, Pair
 from dev.features.shuffled_loader import paths_of
-from prepro_tinyshakespeare import END_OF_TEXT, EOT, UserError, gpt2_encoding, replace_file
+from prepro_tinyshakespeare import END_OF_TEXT
+from train_gpt2 import EOT, UserError, gpt2_encoding, replace_file
 
 FILE = Path("gpt2_tokenizer.bin")
 GPT2_SIZES = 50257, 50304  # V of models with GPT-2's words; the second is padded, as nanoGPT's
@@ -125,7 +126,7 @@ class Tokenized:
         super().open_data()
         words = self.vocabulary.words if self.vocabulary else ()
         if 0 < len(words) < self.config.V:  # else the loader checks the tokens
-            for path in paths_of(self.train_path) + paths_of(self.val_path):
+            for path in paths_of(self.paths[0]) + paths_of(self.paths[1]):
                 largest = int(read_tokens(path, self.config).max(initial=0))
                 if largest >= len(words):
                     raise UserError(f"{path}: has token {largest}, and {self.vocabulary.name} only "

@@ -25,14 +25,14 @@ import os
 import textwrap
 from pathlib import Path
 
+from dev.common.program import run_main
 from dev.cpu import races
 from dev.cpu.host import compiler_of
 from dev.common.gpus import capability, has_gpu
 from dev.lab import timing
 from dev.lab.ladder import DTYPES, KERNELS, LAB, asked_sizes, find_ladder, kernel_names
 from dev.lab.workers import Failure, Task, failures_only, one_line, run_ladders
-from prepro_tinyshakespeare import UserError, run_main
-from train_gpt2 import read_kernels
+from train_gpt2 import UserError, read_kernels
 
 
 def did_you_mean(what, names):

@@ -17,12 +17,13 @@ import sys
 from pathlib import Path
 
 from dev.common.config import Config
+from dev.common.program import run_main
 from dev.features.devices import make_device
 from dev.lab import traffic
 from dev.lab.bench import Bench
 from dev.lab.ladder import find_ladder
 from dev.lab.workers import sources_of
-from prepro_tinyshakespeare import UserError, run_main
+from train_gpt2 import UserError
 
 KERNELS = (
     ("residual_forward", 3), ("permute", 1), ("unpermute", 2), ("softmax_forward", 1),

@@ -14,8 +14,7 @@ from dev.common.student_text import with_unset
 from dev.cpu.emulated import HEADER, KERNELS
 from dev.lab.bench import GUARD
 from dev.lab.submission import own_labels
-from prepro_tinyshakespeare import UserError
-from train_gpt2 import to_float
+from train_gpt2 import UserError, to_float
 
 # ---- Words that the compiler does not know: CUDA's that the CPU here has not, those of host
 # programs, and those that nobody has

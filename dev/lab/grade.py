@@ -46,7 +46,7 @@ from dev.lab.explain import (LOOP, complaint_lines, functions_of, printed_lines,
 from dev.lab.ladder import LAB, larger, names_of, parse_sizes
 from dev.lab.submission import MODEL, Submission, own_labels
 from dev.lab.workers import sources_of
-from prepro_tinyshakespeare import UserError
+from train_gpt2 import UserError
 
 TOP = LAB.parents[1]
 BOUNDS, RACES, GPU = "bounds", "races", "gpu"  # what a process looks for

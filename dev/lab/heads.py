@@ -4,7 +4,7 @@ import numpy as np
 
 from dev.lab.formulas import attention, attention_weights, causal, dattention, transposed
 from dev.lab.ladder import f32, in_parts
-from prepro_tinyshakespeare import UserError
+from train_gpt2 import UserError
 
 # Sizes for every version: a single token, tiles that are not full, and tiles of several kinds.
 HEADS = ("B=1,T=1,NH=1,HS=64", "B=2,T=33,NH=3,HS=64", "B=1,T=130,NH=2,HS=64")

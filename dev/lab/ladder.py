@@ -21,8 +21,7 @@ import numpy as np
 
 from dev.common.bf16 import to_bf16
 from dev.common.config import Config
-from prepro_tinyshakespeare import UserError
-from train_gpt2 import BF16, to_float
+from train_gpt2 import BF16, UserError, to_float
 
 LAB = Path(__file__).resolve().parent
 KERNELS = LAB / "kernels"

@@ -26,7 +26,7 @@ from dev.lab.explain import real_line, shared_lines
 from dev.lab.ladder import LAB, config_of, model_of, parse_sizes
 from dev.lab.submission import MODEL, Submission
 from dev.lab.workers import sources_of
-from prepro_tinyshakespeare import UserError
+from train_gpt2 import UserError
 
 WARPS = 64  # of a multiprocessor, on both GPUs
 GPUS = {"sm_80": ALL_GPUS["8.0"], "sm_90a": ALL_GPUS["9.0"]}

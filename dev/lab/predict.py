@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from dev.common.gpus import GB, GPUS, MB, Gpu, blocks_that_fit
 from dev.common.nvrtc import Used, compile_cuda
+from dev.common.program import run_main
 from dev.cpu.traffic import SECTOR
 from dev.lab import on_gpus
 from dev.lab.exercises import EXERCISES, exercise_names, version_of
@@ -22,7 +23,6 @@ from dev.lab.ladder import LAB, config_of, find_ladder, model_of, names_of, pars
 from dev.lab.submission import TENSOR_CORES
 from dev.lab.traffic import sizes_of, traffic_of
 from dev.lab.workers import sources_of
-from prepro_tinyshakespeare import run_main
 from train_gpt2 import read_kernels
 
 

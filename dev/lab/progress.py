@@ -22,7 +22,7 @@ from dev.lab.exercises import EXERCISES, PREFIX, command, exercise_names
 from dev.lab.ladder import LAB, find_ladder
 from dev.lab.submission import DECLARATION, Submission, signature
 from dev.lab.workers import sources_of
-from prepro_tinyshakespeare import UserError, replace_file
+from train_gpt2 import UserError, replace_file
 
 FILE, VERSION = Path("my_progress.json"), 1
 

@@ -17,7 +17,7 @@ from dev.common.cuda_source import without_comments
 from dev.lab.exercises import PREFIX, command
 from dev.lab.progress import read, version_text
 from dev.lab.submission import template, write_new
-from prepro_tinyshakespeare import UserError
+from train_gpt2 import UserError
 
 PREFACE = "repair:"  # of the name of a repair
 

@@ -21,7 +21,7 @@ from dev.lab import formulas
 from dev.lab.exercises import (EXERCISES, HELPERS, PREFIX, checks_of, command, exercise_names,
                                version_of)
 from dev.lab.ladder import KERNELS, Draw, find_ladder
-from prepro_tinyshakespeare import UserError
+from train_gpt2 import UserError
 
 MODEL = Config(C=768, NH=12)  # kernels.cu is compiled for it, before a student's file: HS is 64
 DECLARATION = (r'(BLOCK\([^;{}]*?\))\s*extern "C" __global__ void\s+'

@@ -12,8 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dev.lab.ladder import DTYPES, LAB, describe_choice, find_ladder, stored
-from prepro_tinyshakespeare import UserError, replace_file
-from train_gpt2 import BF16
+from train_gpt2 import BF16, UserError, replace_file
 
 
 def cold(device):

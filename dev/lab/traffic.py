@@ -20,6 +20,7 @@ import numpy as np
 from dev.common.cache import read_cache, write_cache
 from dev.common.compiler import compiler_of, missing
 from dev.common.config import Config
+from dev.common.program import run_main
 from dev.cpu import emulated, traffic
 from dev.cpu.races import finds_races
 from dev.cpu.traffic import BANKS, LANES, SECTOR
@@ -29,8 +30,7 @@ from dev.lab.ladder import (
     parse_sizes)
 from dev.lab.submission import Submission
 from dev.lab.workers import sources_of
-from prepro_tinyshakespeare import UserError, replace_file, run_main
-from train_gpt2 import read_kernels
+from train_gpt2 import UserError, read_kernels, replace_file
 
 # Sizes with many rows of several hundred numbers, and several blocks. Kernels of two or more rows
 # of numbers at a time, such as products, get shorter rows, since the CPU takes 100 ns for each

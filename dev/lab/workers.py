@@ -17,8 +17,7 @@ from dev.lab import timing
 from dev.lab.bench import Bench, noting
 from dev.lab.ladder import (KERNELS, LAB, MODELS, config_of, describe_choice, find_ladder,
                             launched_by, model_of, parse_sizes)
-from prepro_tinyshakespeare import UserError
-from train_gpt2 import read_kernels
+from train_gpt2 import UserError, read_kernels
 
 BESIDE = [LAB.parent / f"{name}.cu" for name in (
     "llama3/llama3", "features/moments", "features/outliers", "features/recompute",

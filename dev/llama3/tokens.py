@@ -17,13 +17,14 @@ import os
 from pathlib import Path
 
 from dev.common.flags import parse_flags
+from dev.common.program import run_main
 from dev.data import chats
 from dev.data.documents import FLAGS as DOCUMENTS, documents_of, input_files, name_of, said
+from dev.data.text import BYTE_ORDER_MARK, call_tiktoken
 from dev.data.vocabulary import interruptible, letters
 from dev.features.tokenizer import words_of
-from prepro_tinyshakespeare import (BYTE_ORDER_MARK, END_OF_TEXT, UserError, call_tiktoken,
-                                    gpt2_encoding, run_main, write_parts)
-from train_gpt2 import FileKind
+from prepro_tinyshakespeare import END_OF_TEXT, write_parts
+from train_gpt2 import FileKind, UserError, gpt2_encoding
 
 LLAMA_TOKENS = FileKind("Llama 3 token file", 20240801, (7,), "dev/llama3/tokens.py writes one")
 # Separates texts, as GPT-2's end-of-text does. By its id the trainer tells models with Llama 3's

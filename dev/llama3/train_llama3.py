@@ -31,18 +31,18 @@ import os
 import re
 from pathlib import Path
 
-from prepro_tinyshakespeare import EOT, UserError, data_paths, make_header, run_main
-
-import numpy as np  # after prepro_tinyshakespeare, which sets how its threads wait
+import numpy as np
 
 from dev.common.config import Config, draw_parameters, padded, read_parameters, sizes_of
+from dev.common.program import run_main
 from dev.features.file_kinds import checked_header
 from dev.features.seams import GPT2
 from dev.features.shuffled_loader import paths_of
 from dev.features.tokenizer import encoding_of_model, words_of_model
 from dev.llama3.tokens import BEGIN_ID, LLAMA_TOKENS, encoding, tokenizer_here, vocabulary
-from train_gpt2 import (BF16, HEADER_BYTES, PARTIAL_ROWS, FileKind, Row, ceil_div, check_size,
-                        logit_rows, matrices, to_float)
+from train_gpt2 import (BF16, EOT, HEADER_BYTES, PARTIAL_ROWS, FileKind, Row, UserError, ceil_div,
+                        check_size, launch_attention, logit_rows, make_header, matrices, to_float,
+                        whole_shape)
 
 HERE = Path(__file__).resolve().parent
 
@@ -190,9 +190,6 @@ class Config3(Config):
             if not ok:
                 raise UserError(f"{path}: {self}; expected {wish}")
 
-    def check_length(self, T):
-        """RoPE has positions for any T."""
-
     def words(self):
         """{token id: its bytes}; for Llama's words, from the tokenizer in the current folder; {} if
         they are not known."""
@@ -207,17 +204,6 @@ class Config3(Config):
                             "tokenizer.json or tokenizer.model in this folder, or an empty text")
         return encoding()
 
-    def data_paths(self, train, val):
-        """As prepro_tinyshakespeare.data_paths. Also refuses a damaged tokenizer, before the first
-        sample needs it."""
-        paths = data_paths(train, val)
-        if self.has_llamas_words:
-            vocabulary()
-            if checked_header(paths_of(paths[0])[0], *self.TOKEN_FILES)[0] != LLAMA_TOKENS.magic:
-                print(f"WARNING: {paths[0]} has GPT-2's tokens, and the model Llama's words, for "
-                      "which dev/llama3/tokens.py writes token files")
-        return paths
-
     def headers(self, version):
         floats = np.zeros(256, "<f4")
         floats[:3] = self.ffn_multiplier, self.eps, self.theta
@@ -230,7 +216,7 @@ class Config3(Config):
         table = self.file_table(self.STORED[header[1]], header)
         start = os.path.getsize(path) - sum(row.nbytes for row in table)
         for row in table:
-            yield row.name, np.memmap(path, row.dtype, "r", start, row.whole_shape)
+            yield row.name, np.memmap(path, row.dtype, "r", start, whole_shape(row))
             start += row.nbytes
 
     def checkpoint_parts(self, params, real):
@@ -339,8 +325,26 @@ class Llama3Training:
         file, descriptor = Config3.MODELS
         return self.flags.model or (file if os.path.isfile(file) else descriptor)
 
+    def find_config(self):
+        return self.Model.Config.from_file(self.name)
+
+    def check_length(self):
+        """RoPE has positions for any T."""
+
+    def check_memory(self):
+        """Its norms need less shared memory than GPT-2's."""
+
     def data_paths(self):
-        return self.config.data_paths(self.flags.train_data, self.flags.val_data)
+        """As Training.data_paths. Also refuses a damaged tokenizer, before the first sample needs
+        it."""
+        paths = super().data_paths()
+        if self.config.has_llamas_words:
+            vocabulary()
+            header = checked_header(paths_of(paths[0])[0], *self.config.TOKEN_FILES)
+            if header[0] != LLAMA_TOKENS.magic:
+                print(f"WARNING: {paths[0]} has GPT-2's tokens, and the model Llama's words, for "
+                      "which dev/llama3/tokens.py writes token files")
+        return paths
 
     def first_parameters(self):
         c = self.config
@@ -357,14 +361,12 @@ class Llama3(GPT2):
         super().__init__(config, *args, **keywords)
         self.head = self.head._replace(w=self.params.lm_head, dw=self.grads.lm_head)
 
-    def check(self, config, device, B, T):
-        """Nothing to check: its norms need less shared memory than GPT-2's."""
-
-    def whole_views(self, arena):
-        """As GPT2's, with the names that tensors have in files too."""
-        views, H = super().whole_views(arena), self.config.H
-        views.lm_head = views.wte if self.config.tied else views.lm_head
-        views.upw, views.gatew = views.fcw[:, :H], views.fcw[:, H:]
+    def views(self, arena):
+        """As GPT2's; of parameters with the names that tensors have in files too."""
+        views, H = super().views(arena), self.config.H
+        if hasattr(views, "fcw"):
+            views.lm_head = views.wte if self.config.tied else views.lm_head
+            views.upw, views.gatew = views.fcw[:, :H], views.fcw[:, H:]
         return views
 
     def set_tensors(self, tensors, kept):
@@ -440,13 +442,12 @@ class Llama3(GPT2):
     def attention_backward(self, dqkv, dout, out, lse, qkv):
         """As GPT2.attention_backward, with fewer heads of keys and values."""
         (B, T), c, delta = self.BT, self.config, self.back.delta
+        launch_attention(self, "attention_backward_q", dqkv, delta, lse, out, qkv, dout)
         sizes = self.device.attention_sizes
-        block = dict(threads=sizes.threads, shared=sizes.shared_backward)
-        rows = B * ceil_div(T, sizes.rows)
-        self.device.launch("attention_backward_q", rows * c.NH, dqkv, delta, lse, out, qkv, dout,
-                           self.scale, T, c.NH, **block)
-        self.device.launch("attention_backward_kv", rows * c.NKV, dqkv, delta, lse, qkv, dout,
-                           self.scale, T, c.NH, **block)
+        blocks = B * c.NKV * ceil_div(T, sizes.rows)
+        self.device.launch("attention_backward_kv", blocks, dqkv, delta, lse, qkv, dout,
+                           (c.C // c.NH) ** -0.5, T, c.NH, threads=sizes.threads,
+                           shared=sizes.shared_backward)
 
     def rope(self, kernel, qkv):
         """Rotate the queries and keys of qkv (N,QKV), or rotate their gradients back. The two

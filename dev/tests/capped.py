@@ -18,7 +18,8 @@ from unittest import mock
 
 from dev.common import gpus
 from dev.common.gpus import GPUS, GB, KB, attributes_of, digits
-from prepro_tinyshakespeare import UserError, run_main
+from dev.common.program import run_main
+from train_gpt2 import UserError
 
 
 def device_like(Device, capability):

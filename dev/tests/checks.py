@@ -14,8 +14,7 @@ import numpy as np
 
 from dev.lab.bench import BF16_LIMIT, KERNEL_LIMIT
 from dev.lab.ladder import f32, stored
-from prepro_tinyshakespeare import UserError
-from train_gpt2 import BF16, to_float
+from train_gpt2 import BF16, UserError, to_float
 
 TOP = Path(__file__).resolve().parents[2]
 FIXTURES = TOP / "dev/fixtures"

@@ -6,8 +6,8 @@ import numpy as np
 from dev.common.bf16 import to_bf16
 from dev.data.vocabulary import PRINTING
 from dev.tests.checks import check, check_refusal
-from prepro_tinyshakespeare import END_OF_TEXT, EOT
-from train_gpt2 import BF16, to_float
+from prepro_tinyshakespeare import END_OF_TEXT
+from train_gpt2 import BF16, EOT, to_float
 
 # The names of types in safetensors.
 LIBRARY = {BF16: "bfloat16", np.float32: "float32", np.float16: "float16"}

@@ -33,9 +33,8 @@ from dev.lab.ladder import (config_of, describe_choice, find_ladder, launched_by
                             parse_sizes)
 from dev.llama3.train_llama3 import Llama3
 from dev.tests.checks import check, run
-from prepro_tinyshakespeare import UserError, replace_file
-from train_gpt2 import (HEADER_BYTES, HERE, FileKind, Row, carve, check_size, offsets,
-                        pack_batch, read_kernels, to_float)
+from train_gpt2 import (HEADER_BYTES, HERE, FileKind, Row, UserError, carve, check_size, offsets,
+                        pack_batch, read_kernels, replace_file, to_float, whole_shape)
 
 # Limits for a whole model. How large the errors of bf16 are depends on the model: with parameters
 # of deviation 0.08, PyTorch's own autocast is off by 2.0e-2, and this program by 2.4e-2. It rounds
@@ -249,7 +248,7 @@ def read_debug_state(path, c):
     with open(path, "rb") as file:
         file.seek(HEADER_BYTES)
         for row in rows:
-            state[row.name] = np.fromfile(file, row.dtype, row.size).reshape(row.whole_shape)
+            state[row.name] = np.fromfile(file, row.dtype, row.size).reshape(whole_shape(row))
     x, y, logits, loss = (state.pop(row.name) for row in rows[:4])
     check_tokens(path, x, c.V)
     check_tokens(path, y, c.V)

@@ -26,10 +26,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from dev.common.cuda_source import without_comments
+from dev.common.program import run_main
 from dev.features.order import SOURCES
 from dev.tests.mutant_table import (AS_HOPPER, BARRIERS, FP8, FP8_OUTPUT, FUSED_TESTS, KERNELS,
                                     LLAMA, OUT_OF_BOUNDS, SUMS, TABLE, TILES, UNSEEN, Mutant)
-from prepro_tinyshakespeare import UserError, run_main
+from train_gpt2 import UserError
 
 TOP = Path(__file__).resolve().parents[2]
 

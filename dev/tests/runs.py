@@ -17,8 +17,9 @@ from pathlib import Path
 
 import numpy as np
 
+from dev.features import order
 import train_gpt2
-from prepro_tinyshakespeare import make_header, replace_file
+from train_gpt2 import make_header, replace_file
 
 TRAINER = Path(train_gpt2.__file__).resolve()
 STEPS = ["-x", "4", "-v", "2", "-s", "2"]
@@ -107,7 +108,7 @@ def unread(device):
             again = dict(__name__="again", __file__=str(TRAINER))
             seen = lines_run(lambda: exec(compile(whole, str(TRAINER), "exec"), again))  # an import
             for arguments in commands(folder, device):
-                seen |= lines_run(lambda given=arguments: train_gpt2.main(given))
+                seen |= lines_run(lambda given=arguments: order.main(given))
         finally:
             os.chdir(before)
     called = {name: lines for name, lines in wanted.items() if lines & seen}

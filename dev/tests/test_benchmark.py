@@ -17,8 +17,7 @@ from dev.cpu.emulated import Emulated
 from dev.features.seams import GPT2, Training
 from dev.tests.checks import EXACT, check, check_refusal, fast
 from dev.tests.models import FIXTURES
-from prepro_tinyshakespeare import UserError
-from train_gpt2 import pack_batch
+from train_gpt2 import UserError, pack_batch
 
 GIB = 2**30
 CEILINGS = dict(copy=4e12, rates=dict(bf16=800e12, fp8=1600e12, tf32=1, fp32=1), gpu="a GPU",

@@ -18,10 +18,10 @@ FEATURE = re.compile(
     "fp8|zero.?1|recompute|replay|hellaswag|nvtx|llama|tensor.?map|smoothing|checkpoint.every",
     re.I)
 BUDGETS = {
-    "train_gpt2.py: bytes": 82000,
-    "train_gpt2.py: bytes before Faster": 70500,
-    "train_gpt2.py: lines": 1480,  # these two without empty ones
-    "train_gpt2.py: lines before the mark": 605,
+    "train_gpt2.py: bytes": 83000,
+    "train_gpt2.py: bytes before Faster": 71500,
+    "train_gpt2.py: lines": 1500,  # these two without empty ones
+    "train_gpt2.py: lines before the mark": 500,
     "train_gpt2.py: bodies that stand again under dev/": 0,
     "train_gpt2.py: widest line": 100,
     "train_gpt2.py: line of class GPT2": 310,
@@ -30,13 +30,13 @@ BUDGETS = {
     "train_gpt2.py: hooks": 0,
     "train_gpt2.py: lines of main": 60,
     "train_gpt2.py: imports from dev/": 1,
-    "train_gpt2.py: names from prepro_tinyshakespeare": 8,
+    "train_gpt2.py: imports from prepro_tinyshakespeare": 0,
     "train_gpt2.py: lines before Faster that name a feature": 0,
     "train_gpt2.py: habits": 0,
     "kernels.cu: bytes": 83000,
     "kernels.cu: bytes before Faster": 73000,
     "kernels.cu: widest line": 100,
-    "prepro_tinyshakespeare.py: bytes": 10500,
+    "prepro_tinyshakespeare.py: bytes": 4500,
     "prepro_tinyshakespeare.py: widest line": 100,
     "modules in the largest circle of imports": 2,
     "lines that write into flags": 0,
@@ -67,10 +67,9 @@ def graph_of(top):
         graph[module] = {found for statement in imports_of(path)
                          for name, part in statement for folder in folders for found in
                          (f"{folder}{name}", f"{folder}{name}.{part}") if found in paths} - {module}
-    # Two mains hand over to these, and so do a training's tokens; no other arrow goes up.
+    # The two mains hand over to these; no other arrow goes up.
     for module, above in (("train_gpt2", "dev.features.order"),
-                          ("prepro_tinyshakespeare", "dev.data.own_text"),
-                          ("prepro_tinyshakespeare", "dev.data.first_text")):
+                          ("prepro_tinyshakespeare", "dev.data.own_text")):
         graph.get(module, set()).discard(above)
     return graph
 
@@ -214,9 +213,8 @@ def figures(top):
     imports, text = imports_of(top / "train_gpt2.py"), texts["train_gpt2.py"]
     found["train_gpt2.py: imports from dev/"] = sum(
         any(module.split(".")[0] == "dev" for module, _ in statement) for statement in imports)
-    found["train_gpt2.py: names from prepro_tinyshakespeare"] = len(
-        {name for statement in imports for module, name in statement
-         if module == "prepro_tinyshakespeare"})
+    found["train_gpt2.py: imports from prepro_tinyshakespeare"] = sum(
+        module == "prepro_tinyshakespeare" for statement in imports for module, _ in statement)
     for name, mark in (("train_gpt2.py", "\n# ---- Faster"), ("kernels.cu", "\n// ---- Faster")):
         found[f"{name}: bytes before Faster"] = len(texts[name].split(mark)[0].encode())
     for name, part in (("lines", text), ("lines before the mark", text.split(MARK)[0])):
@@ -311,7 +309,7 @@ def test_counting():
             path.write_text(text, encoding="utf-8")
         found = figures(Path(folder))
     for name, wish in (("train_gpt2.py: imports from dev/", 2),
-                       ("train_gpt2.py: names from prepro_tinyshakespeare", 2),
+                       ("train_gpt2.py: imports from prepro_tinyshakespeare", 2),
                        ("train_gpt2.py: lines before Faster that name a feature", 1),
                        ("kernels.cu: bytes", 29),
                        ("kernels.cu: bytes before Faster", 10), ("kernels.cu: widest line", 17),

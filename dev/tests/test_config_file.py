@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 
 import train_gpt2
-from dev.features import config_file
+from dev.features import config_file, order
 from dev.features.order import table_of_flags
 from dev.features.seams import GPT2
 from dev.tests.checks import FIXTURES, TINY, check, fast
@@ -72,7 +72,7 @@ def test_toml(folder):
     error = call("-o", output, "-y", 1, "--config", folder / "more.toml", "--device", "cpu")[2]
     check("-y 1 with another -t", "of a run with -t 8, and now it is 4" in error, error)
     with contextlib.redirect_stdout(io.StringIO()) as shown, contextlib.suppress(SystemExit):
-        train_gpt2.main(["--help"])
+        order.main(["--help"])
     check("--help", re.search("--config STR +flags from a TOML file", shown.getvalue()))
 
 

@@ -9,7 +9,7 @@ import shutil
 from types import SimpleNamespace
 from unittest import mock
 
-import numpy as np  # after prepro_tinyshakespeare, which sets how its threads wait
+import numpy as np
 
 from dev.data.vocabulary import vocabulary_of, write_vocabulary
 from dev.features.chat import Chatting

@@ -18,7 +18,7 @@ from dev.cpu.host import compiler_of, lacks_openmp
 from dev.features.devices import make_device
 from dev.lab.bench import orders as thread_orders
 from dev.tests.checks import EXACT, check, check_refusal, refusal
-from prepro_tinyshakespeare import replace_file
+from train_gpt2 import replace_file
 
 KERNEL_FILE = """
 #define BLOCK(threads, ...)

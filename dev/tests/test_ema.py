@@ -15,8 +15,7 @@ from dev.features.seams import GPT2, Training
 from dev.tests.checks import EXACT, TINY, check
 from dev.tests.models import model_class
 from dev.tests.trainings import call, check_resumed, token_files
-from prepro_tinyshakespeare import UserError
-from train_gpt2 import pack_batch
+from train_gpt2 import UserError, pack_batch
 
 CONFIG = Config(maxT=23, V=251, L=2, NH=2, C=64, Vp=263)
 

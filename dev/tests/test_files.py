@@ -13,7 +13,7 @@ from unittest import mock
 
 import numpy as np
 
-import train_gpt2
+from dev.features import order
 from dev import gpt2_numpy
 from dev.common.bf16 import master_numbers, to_bf16
 from dev.common.config import Config, draw_parameters, read_parameters
@@ -29,9 +29,9 @@ from dev.tests.checks import (EXACT, TOP, check, check_refusal, fast, header_ref
 from dev.tests.models import (AUTOCAST_FLOOR, AUTOCAST_MARGIN, DEBUG_STATE, FIXTURES, LIMITS,
                               device_of, dtypes_of, dump_limit, read_debug_state, write_checkpoint)
 from dev.tests.folders import byte_encoding
-from prepro_tinyshakespeare import UserError, replace_file, write_tokens
-from train_gpt2 import (BF16, TOKENS, DataLoader, batch_table, carve, coins, draw_token,
-                        pack_batch, read_header, read_tokens, to_float)
+from prepro_tinyshakespeare import write_tokens
+from train_gpt2 import (BF16, TOKENS, DataLoader, UserError, batch_table, carve, coins,
+                        draw_token, pack_batch, read_header, read_tokens, replace_file, to_float)
 
 # ---- Files
 
@@ -165,7 +165,7 @@ def test_other_kinds(device_name, folder):
         given = map(str, ("--device", "cpu", "-e", tiny, "-i", good, "-j", good, "-b", 1, "-t", 8,
                           "-x", 0, *flags))
         with contextlib.redirect_stdout(None):
-            found = refusal(train_gpt2.main, [*given])
+            found = refusal(order.main, [*given])
         ok = found == wish or found and wish and re.fullmatch(f".*{wish}.*", found)
         check(f"train_gpt2.py {' '.join(getattr(flag, 'name', str(flag)) for flag in flags)}", ok,
               found)

@@ -23,7 +23,7 @@ from dev.tests.checks import check, check_refusal, fast
 from dev.tests.documents import (EOT, check_command, command, contents, finish, in_process,
                                  own, some_texts, start, stream_of, write_parquet, write_texts)
 from dev.tests.folders import byte_encoding
-from prepro_tinyshakespeare import UserError, gpt2_encoding
+from train_gpt2 import UserError, gpt2_encoding
 
 
 def shards_of(stream, name, val, size):

@@ -16,6 +16,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from dev.data.text import both
 import train_gpt2
 from dev.common.config import Config
 from dev.data import first_text
@@ -27,7 +28,7 @@ from dev.llama3.train_llama3 import Config3
 from dev.tests.checks import EXACT, TINY, TOP, check, fast
 from dev.tests.trainings import LLAMA, TRAINER, call, check_resumed
 from dev.tools import convert
-from prepro_tinyshakespeare import both, write_tokens
+from prepro_tinyshakespeare import write_tokens
 
 CXXFLAGS = ""  # the first run's speed is part of it
 
@@ -98,19 +99,20 @@ def test_choice(folder):
 
 @fast
 def test_optimizer(folder):
-    """A small model on a GPU trains with Muon; with AdamW, and its settings, where flags ask for
-    it or for what Muon refuses. Both go with all other defaults."""
-    for given, wish in (((), "muon"), (("optimizer", "muon"), "muon"),
-                        (("steps", 7), "muon"), (("optimizer", "adamw"), "adamw"),
-                        (("moments", "bf16"), "adamw"), (("learning_rate", 0.0), "adamw")):
+    """A small model on a GPU trains with AdamW and the file's arithmetic; with Muon, its settings
+    and dropout, where a flag asks for it. Both go with all other defaults."""
+    for given, wish, steps, dropout in (((), "adamw", 900, 0.0),
+                                        (("optimizer", "muon"), "muon", 1100, 0.3),
+                                        (("optimizer", "muon", "steps", 7), "muon", 7, 0.3),
+                                        (("moments", "bf16"), "adamw", 900, 0.0),
+                                        (("learning_rate", 0.0), "adamw", 900, 0.0)):
         flags, _ = chosen(folder, *given, device="cuda")
-        check(f"{given}: {wish}", flags.optimizer == wish, flags.optimizer)
-        steps = dict(zip(given[::2], given[1::2])).get("steps", 1500 if wish == "adamw" else None)
-        check(f"{given}: steps", flags.steps == (steps or first_run.SCRATCH["cuda"]["steps"]))
+        found = flags.optimizer, flags.steps, flags.dropout
+        check(f"{given}: {wish}", found == (wish, steps, dropout), found)
         check_refused(flags)
         flags, _ = chosen(folder, *given, device="cpu")
-        check(f"{given}: on a CPU", flags.optimizer == dict([given]).get("optimizer", "adamw")
-              if given else flags.optimizer == "adamw", flags.optimizer)
+        found = flags.optimizer, flags.dropout
+        check(f"{given}: on a CPU", found == (wish, 0.0), found)
 
 
 # ---- Own sizes

@@ -31,8 +31,7 @@ from dev.features.seams import GPT2, Training
 from dev.tests.checks import check
 from dev.tests.models import in_each_order, model_class, on_device
 from dev.tests.test_gelu_products import noting
-from prepro_tinyshakespeare import UserError
-from train_gpt2 import BF16, pack_batch, to_float
+from train_gpt2 import BF16, UserError, pack_batch, to_float
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 

@@ -31,8 +31,7 @@ from dev.lab.ladder import parse_sizes
 from dev.llama3.train_llama3 import Llama3
 from dev.tests.checks import EXACT, check, check_refusal
 from dev.tests.models import gradients, in_each_order, model_class, on_device
-from prepro_tinyshakespeare import UserError
-from train_gpt2 import BF16, to_float
+from train_gpt2 import BF16, UserError, to_float
 
 
 # What is wrong, in gelu_products.cu or turns.cuh, and what a CPU says or the first wrong result

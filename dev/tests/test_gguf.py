@@ -18,7 +18,7 @@ from dev.tests.models import read_debug_state
 from dev.tests.test_chats import llama_words
 from dev.tools.convert import TEXT_IDS, main as convert
 from dev.tools.gguf_file import known_words, rope_factors, tokenizer_of
-from prepro_tinyshakespeare import EOT, UserError, gpt2_encoding, replace_file
+from train_gpt2 import EOT, UserError, gpt2_encoding, replace_file
 
 GPT2_TENSORS = {
     "token_embd.weight": "wte", "position_embd.weight": "wpe", "output_norm.weight": "lnfw",

@@ -375,4 +375,4 @@ def test_faults_of_a_gpu(device_name, folder):
                                                               return_value=device),
           mock.patch.multiple(device, create=True, launch=launch, last_kernel=None, Fault=Broken)):
         check_refusal("GPU", r"the GPU stopped \(an illegal address\) at global_norm or before",
-                      train_gpt2.main, [str(argument) for argument in arguments])
+                      order.main, [str(argument) for argument in arguments])

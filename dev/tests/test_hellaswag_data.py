@@ -15,7 +15,7 @@ from dev.tests.documents import (byte_ids, check_command, command, in_process, w
                                  write_parquet)
 from dev.tests.fake_hub import a_hub, downloaded, serve
 from dev.tests.trainings import file_of
-from prepro_tinyshakespeare import UserError, gpt2_encoding
+from train_gpt2 import UserError, gpt2_encoding
 
 
 def example_of(row, encode=byte_ids):

@@ -18,7 +18,7 @@ from dev.tests.folders import BYTES, letters
 from dev.tests.models import FIXTURES
 from dev.tools import convert
 from dev.tools.hf_tokenizer import write_tokenizer
-from prepro_tinyshakespeare import UserError, gpt2_encoding
+from train_gpt2 import UserError, gpt2_encoding
 
 WORDS = [*BYTES, b"th", b"e ", b"he", b" t", b" th", b" the", b"ab", b"abc", b"cab", b"abcab",
          "é".encode(), b"\n\n", b"  ", b"    ", "\u2019".encode()[:2], "\u2019".encode(), b"xx",

@@ -14,7 +14,7 @@ import functools
 import os
 import re
 
-import numpy as np  # after prepro_tinyshakespeare, which sets how its threads wait
+import numpy as np
 import pytest
 
 from dev.common.config import Config, draw_parameters, read_parameters

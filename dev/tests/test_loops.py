@@ -28,7 +28,7 @@ from dev.tests.checks import EXACT, TINY, TOP, check, check_refusal, fast, norma
 from dev.tests.models import (FIXTURES, check_dump, check_kernels, check_launched, device_of,
                               launched, poisoned_model)
 from dev.tests.steps import check_steps
-from train_gpt2 import BF16, pack_batch, read_kernels, to_float
+from train_gpt2 import BF16, pack_batch, read_kernels, to_float, whole_shape
 
 DTYPES = "fp32", "bf16"
 SOURCES = [*Config3.SOURCES, RECOMPUTE, RECOMPUTE_LLAMA]  # whose kernels all have loops
@@ -163,7 +163,7 @@ def test_threads(dtype):
             device.library.omp_set_num_threads(threads)
             model = Model(c, device, 3, 45)
             model.set_parameters([(row.name, np.float32(np.sin(np.arange(row.size)) * 0.2).reshape(
-                row.whole_shape)) for row in c.parameter_table()])
+                whole_shape(row))) for row in c.parameter_table()])
             for name in ("activations", "backward"):
                 device.zero(model.arenas[name])
             for _ in range(2):

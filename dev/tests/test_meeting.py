@@ -28,7 +28,7 @@ from dev.features.ranks import launch
 from dev.features.ranks.environment import launched
 from dev.features.ranks.meeting import Meeting, Point, first_host
 from dev.tests.checks import TOP, check, check_refusal, fast
-from prepro_tinyshakespeare import UserError
+from train_gpt2 import UserError
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -13,7 +13,7 @@ from dev.features.replay import largest_gradients, repeat
 from dev.tests.checks import TINY, check, words
 from dev.tests.models import device_of, gradients, poisoned_model
 from dev.tests.trainings import bytes_of, call, place_of, same, train, whole_ones
-from train_gpt2 import batch_table, carve, pack_batch
+from train_gpt2 import batch_table, carve, pack_batch, whole_shape
 
 pytestmark = pytest.mark.usefixtures("token_data")
 
@@ -26,7 +26,7 @@ def test_runs(device_name, folder):
         data, start = bytearray(TINY.read_bytes()), 1024
         for row in Config.from_file(TINY).parameter_table():
             if row.name == name:
-                start += 4 * int(np.ravel_multi_index(index, row.whole_shape))
+                start += 4 * int(np.ravel_multi_index(index, whole_shape(row)))
                 break
             start += row.nbytes
         data[start : start + 4] = struct.pack("<f", value)

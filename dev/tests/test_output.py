@@ -181,7 +181,7 @@ def test_other_programs(folder):
         yield f"an error with {streams}", status, 1, EXACT
     program = folder / "program.py"
     program.write_text(f"import os, sys\nsys.path.insert(0, {str(TOP)!r})\n"
-                       "from prepro_tinyshakespeare import run_main\n\ndef main():\n"
+                       "from dev.common.program import run_main\n\ndef main():\n"
                        "    with open('file', 'wb', buffering=0) as file:\n"
                        "        os.write(2, b'from C'), os.write(1, b'from C'), "
                        "file.write(b'mine')\n        os.system('echo of a child "

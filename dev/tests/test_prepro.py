@@ -12,8 +12,10 @@ import urllib.error
 from pathlib import Path
 from unittest import mock
 
+from dev.data.paths import data_paths
+from dev.data.text import call_tiktoken
 import prepro_tinyshakespeare as prepro
-from dev.data import vocabulary
+from dev.data import own_text, vocabulary
 from dev.tests.checks import EXACT, check, check_refusal, fast, refusal
 from dev.tests.folders import byte_encoding
 
@@ -42,6 +44,7 @@ def program(folder, *arguments, text=None):
     try:
         with (mock.patch("urllib.request.urlopen", answer),
               mock.patch.object(sys, "argv", ["prepro", *arguments]),
+              mock.patch.object(own_text, "run_main", lambda main: main()),
               mock.patch.object(prepro, "gpt2_encoding", byte_encoding),
               mock.patch.object(vocabulary, "gpt2_vocabulary", byte_vocabulary),
               contextlib.redirect_stdout(io.StringIO()) as said):
@@ -105,19 +108,19 @@ def test_pairs(folder):
                        ("trains/a_train_*.bin", "trains/a_val_*.bin"), ("mytrain.bin", "myval.bin"),
                        ("train_constraint.bin", "val_constraint.bin"),
                        ("interval_train2.bin", "interval_val2.bin")):
-        check(f"the pair of {train}", prepro.data_paths(train, None) == [train, val],
-              prepro.data_paths(train, None))
-        check(f"the pair of {val}", prepro.data_paths(None, val) == [train, val],
-              prepro.data_paths(None, val))
-    check("both are given", prepro.data_paths("a", "b") == ["a", "b"])
+        check(f"the pair of {train}", data_paths(train, None) == [train, val],
+              data_paths(train, None))
+        check(f"the pair of {val}", data_paths(None, val) == [train, val],
+              data_paths(None, val))
+    check("both are given", data_paths("a", "b") == ["a", "b"])
     check_refusal("a name without train", "train/a.bin has no 'train' in its name: give -j",
-                  prepro.data_paths,
+                  data_paths,
                   "train/a.bin", None)
     (folder / "train.txt").write_text(9 * SPEECH, encoding="utf-8")
     program(folder, "--input", "train.txt")
     os.chdir(folder)
     found = [tokens_in(Path(path))
-             for path in prepro.data_paths("data/train/train_train.bin", None)]
+             for path in data_paths("data/train/train_train.bin", None)]
     check("--input train.txt: both parts", found[1] + found[0] == counted(9 * SPEECH, None))
 
 
@@ -137,15 +140,15 @@ def test_spellings(folder):
             (here / f"{each}.txt").write_text(9 * SPEECH, encoding="utf-8")
         program(here, *flags, text=9 * SPEECH)
         os.chdir(here)
-        with mock.patch.object(prepro, "prepare_tinyshakespeare",
+        with mock.patch("dev.data.paths.prepare_tinyshakespeare",
                                side_effect=AssertionError("prepared again")):
-            found = prepro.data_paths(None, None)
+            found = data_paths(None, None)
         check(f"found after {' '.join(flags) or 'prepro'}",
               found == [f"data/{wish}_{part}.bin" for part in ("train", "val")], found)
     program(here, "--input", "own.txt", "--name", name)
     for path in (here / f"data/{name}").glob("tiny_*"):
         os.utime(path, ns=(0, 0))
-    found = prepro.data_paths(None, None)
+    found = data_paths(None, None)
     check("the one that was written last", found[0] == f"data/{name}/{name}_train.bin", found)
 
 
@@ -213,7 +216,7 @@ def test_panics(folder):
                          r"tiktoken failed \(StackOverflow\): .*install -r req"),
                         (KeyboardInterrupt(), None), (SystemExit(3), None)):
         try:
-            found = refusal(prepro.call_tiktoken, mock.Mock(side_effect=error), "a text")
+            found = refusal(call_tiktoken, mock.Mock(side_effect=error), "a text")
         except BaseException as e:
             found = e
         ok = re.match(wish, found) if wish else found is error

@@ -293,7 +293,8 @@ def test_changed_flags(folder):
 
 def tokens_of(data, count):
     """A loader's next `count` tokens."""
-    return np.concatenate([data.next_batch()[0].ravel() for _ in range(count // (data.B * data.T))])
+    batches = count // (data.own * data.T)
+    return np.concatenate([data.next_batch()[0].ravel() for _ in range(batches)])
 
 
 def test_smaller_batches(folder):

@@ -9,7 +9,7 @@ import re
 from types import SimpleNamespace
 from unittest import mock
 
-import numpy as np  # after prepro_tinyshakespeare, which sets how its threads wait
+import numpy as np
 
 from dev.common.config import Config, draw_parameters
 from dev.features.sample import Controlled, choose, coins_of, generate, stream, texts
@@ -20,8 +20,8 @@ from dev.tests.checks import EXACT, check, check_refusal, fast
 from dev.tests.folders import byte_encoding
 from dev.tests.models import device_of, poisoned_model
 from dev.tests.trainings import call
-from prepro_tinyshakespeare import make_header, replace_file, write_tokens
-from train_gpt2 import coins, generate as trainers_sample
+from prepro_tinyshakespeare import write_tokens
+from train_gpt2 import coins, generate as trainers_sample, make_header, replace_file
 
 
 def first_coins(count):

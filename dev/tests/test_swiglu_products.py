@@ -27,8 +27,7 @@ from dev.llama3.train_llama3 import Config3, Llama3
 from dev.tests.checks import EXACT, check
 from dev.tests.models import gradients, in_each_order, model_class, on_device
 from dev.tests.test_gelu_products import class_on_gpu, noting, with_fault
-from prepro_tinyshakespeare import UserError
-from train_gpt2 import to_float
+from train_gpt2 import UserError, to_float
 
 SWITCHES = "-O1 -DHOPPER"
 # What is wrong, in swiglu_products.cu, and what a CPU says or the first wrong result

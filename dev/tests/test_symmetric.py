@@ -26,8 +26,7 @@ from dev.tests.checks import EXACT, check
 from dev.tests.models import in_each_order
 from dev.tests.test_gelu_products import with_fault
 from dev.tests.test_muon import KERNELS, hurtful, orthogonalize_on, orthogonalized
-from prepro_tinyshakespeare import UserError
-from train_gpt2 import BF16, to_float
+from train_gpt2 import BF16, UserError, to_float
 
 # What is wrong, in symmetric.cu or turns.cuh, and what a CPU says or the first wrong result
 FAULTS = (

@@ -13,6 +13,7 @@ from unittest import mock
 
 import numpy as np
 
+from dev.features import order
 import train_gpt2
 from dev.common.config import Config
 from dev.common.flags import parse_flags
@@ -69,7 +70,7 @@ def test_twins(folder):
     for i, (flags, data) in enumerate(cases):
         arguments = f"{COMMON} -i {data} -j {folder / 't_val.bin'} {flags} -s 0 -o".split()
         name = f"{flags or 'defaults'}{' of three files' * (data == three)}"
-        ours, val = step_losses(output_of(train_gpt2.main, [*arguments, str(folder / f"ours{i}")]))
+        ours, val = step_losses(output_of(order.main, [*arguments, str(folder / f"ours{i}")]))
         other, other_val = step_losses(output_of(torch_training.main,
                                                  [*arguments, str(folder / f"torch{i}")]))
         yield f"{name}: losses", other[:, 0], ours[:, 0], LOSS_LIMIT
@@ -191,7 +192,7 @@ def test_share_of_peak(folder):
     arguments = (f"--device cpu -e {TINY} -b 2 -t 8 -d 32 -x 3 -v 0 -s 0 -i "
                  f"{folder / 'tokens.bin'} -j {folder / 'tokens.bin'}").split()
     with mock.patch("dev.features.peak.peak_flops", lambda device: 25e7):
-        text = output_of(train_gpt2.main, arguments)
+        text = output_of(order.main, arguments)
     line = re.search(r"^device .*, fp32, plain loops, peak 0 TFLOP/s \(", text, re.M)
     check("the device's line", line, text[:99])
     found = re.findall(r"([\d,]+) tok/s \| +([\d.]+)% of peak \| \d+ tokens$", text, re.M)
@@ -200,7 +201,7 @@ def test_share_of_peak(folder):
     for speed, share in zip(speeds, shares):
         yield ("the share of peak, in %", share,
                100 * speed * flops_per_token(Config.from_file(TINY), 8) / 25e7, 5e-2)
-    text = output_of(train_gpt2.main, arguments)
+    text = output_of(order.main, arguments)
     check("without a peak", re.search(r" tok/s \| 96 tokens$", text, re.M) and "peak" not in text,
           text)
 
@@ -232,7 +233,7 @@ def test_steps_by_turns(folder):
              f"{folder / 't.bin'}".split())
     write_tokens(folder / "t.bin", np.arange(100, dtype=np.uint16) % 50)
     ms, loss = turns.time_run(turns.TOP, flags)
-    printed = [line.split(" | ") for line in output_of(train_gpt2.main, flags).splitlines()
+    printed = [line.split(" | ") for line in output_of(order.main, flags).splitlines()
                if line.startswith("step ")]
     check("a run of the trainer", ms > 0 and printed[-1][1] == f"loss {loss}",
           f"{ms} {loss} {printed[-1]}")

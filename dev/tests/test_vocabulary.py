@@ -18,10 +18,12 @@ import urllib.error
 from pathlib import Path
 from unittest import mock
 
-import numpy as np  # after prepro_tinyshakespeare, which sets how its threads wait
+import numpy as np
 
+from dev.data.paths import data_paths
+from dev.data.text import both
 import prepro_tinyshakespeare as prepro
-from dev.data import first_text, vocabulary
+from dev.data import first_text, own_text, vocabulary
 from dev.data.tables import read_rows
 from dev.data.vocabulary import (Vocabulary, read_vocabulary, vocabulary_beside,
                                  vocabulary_of_checkpoint, write_vocabulary)
@@ -31,6 +33,7 @@ from dev.tests.test_sample import write_model
 from dev.tests.trainings import LLAMA, TRAINER, call
 from dev.tools import convert, score
 from dev.tools.hf_tokenizer import vocabulary_in
+from train_gpt2 import gpt2_encoding
 
 END = b"<|endoftext|>"
 EACH_BYTE = [bytes([b]) for b in range(256)]
@@ -52,6 +55,7 @@ def program(folder, *arguments, text=None):
         answer = mock.Mock(side_effect=lambda *args, **more: io.BytesIO(text.encode()))
     with (working_in(folder), mock.patch("urllib.request.urlopen", answer),
           mock.patch.object(sys, "argv", ["prepro", *map(str, arguments)]),
+          mock.patch.object(own_text, "run_main", lambda main: main()),
           contextlib.redirect_stdout(io.StringIO()) as said):
         prepro.main()
     return said.getvalue()
@@ -323,7 +327,7 @@ def test_tinyshakespeare(folder):
         paths = first_text.first_text()  # which has no network here
     check("which a first run takes", {path.name: path.read_bytes()
                                       for path in folder.rglob("*.bin")} == before and paths ==
-          prepro.both("data/tinyshakespeare_bytes/tinyshakespeare_bytes_{}.bin"), paths)
+          both("data/tinyshakespeare_bytes/tinyshakespeare_bytes_{}.bin"), paths)
     shutil.rmtree(folder / "data")
     with working_in(folder), mock.patch("urllib.request.urlopen", mock.Mock(
             return_value=io.BytesIO(text.encode()))), contextlib.redirect_stdout(None):
@@ -369,10 +373,10 @@ def test_without_network(folder):
             check("once", first_text.first_text() == paths and answer.call_count == 1)
         os.remove(paths[0])
         with mock.patch.object(first_text, "repository_text", lambda: text):
-            check("the trainer's own default is the same", prepro.data_paths(None, None) == paths)
+            check("the trainer's own default is the same", data_paths(None, None) == paths)
         check("again if a file is missing", os.path.exists(paths[0]))
         check("GPT-2's vocabulary needs tiktoken", "tiktoken could not get" in refusal(
-            prepro.gpt2_encoding))
+            gpt2_encoding))
         check("and --vocab is a way out", re.search("tiktoken could not get .*; or give --vocab: ",
                                                     refusal(vocabulary.gpt2_vocabulary)))
     words = vocabulary_beside(folder / paths[0])
@@ -647,15 +651,16 @@ def test_refusals(folder):
         check_refusal("an end that is no word", f"bad.bin: its <.endoftext.> is token {eot}; "
                       "expected one of its 3", read_vocabulary, folder / "bad.bin")
     check("nothing is written", not (folder / "data").exists())
-    shutil.copy(TOP / "prepro_tinyshakespeare.py", folder)
+    for name in ("train_gpt2.py", "prepro_tinyshakespeare.py"):
+        shutil.copy(TOP / name, folder)
     done = subprocess.run([sys.executable, "prepro_tinyshakespeare.py", "--input", "book.txt"],
                           cwd=folder, capture_output=True, text=True,
                           env={**os.environ, "PYTHONPATH": ""})
     check("without dev/", (done.returncode, done.stderr) == (
-        1, "error: this needs dev, which is missing beside train_gpt2.py: restore it\n"), done)
+        1, "error: flags need dev/, which is missing beside this file: restore it\n"), done)
     done = subprocess.run([sys.executable, "-c", "import prepro_tinyshakespeare as prepro\n"
                            "prepro.TEXT_URL = 'http://localhost:9'\n"
-                           "prepro.run_main(lambda: prepro.data_paths(None, None))"],
+                           "prepro.run_main(prepro.main)"],
                           cwd=folder, capture_output=True, text=True,
                           env={**os.environ, "PYTHONPATH": ""})
     check("without dev/, the default text", done.returncode == 1 and

@@ -15,7 +15,8 @@ import train_gpt2
 from dev.common.config import Config
 from dev.features.hellaswag_score import Example
 from dev.tests.checks import TINY, check, words
-from prepro_tinyshakespeare import UserError, write_tokens
+from prepro_tinyshakespeare import write_tokens
+from train_gpt2 import UserError
 
 TRAINER, LLAMA = "train_gpt2", "dev.llama3.train_llama3"
 # In the fixture's parameters.
@@ -56,7 +57,8 @@ def token_files(folder):
 def call(*arguments, program=TRAINER):
     """Call a program's main in this process, which saves the second that a new one takes to start.
     Returns its exit status, its output, and what went to stderr, including the line of an error."""
-    main = importlib.import_module(program).main
+    module = "dev.features.order" if program == TRAINER else program
+    main = importlib.import_module(module).main
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:

@@ -39,11 +39,12 @@ import math
 import re
 from pathlib import Path
 
-import numpy as np  # after prepro_tinyshakespeare, as in train_gpt2.py
+import numpy as np
 
 from dev.common.bf16 import to_bf16
 from dev.common.config import Config, padded
 from dev.common.flags import argument, parse_flags
+from dev.common.program import run_main
 from dev.data.hub import ask
 from dev.data.vocabulary import vocabulary_bytes
 from dev.data.chats import jinja_of
@@ -56,8 +57,7 @@ from dev.llama3.train_llama3 import Config3
 from dev.tools import gguf_file
 from dev.tools.hf_config import ARCHITECTURES, HEAD, read_config, read_json, write_objects
 from dev.tools.hf_tokenizer import vocabulary_in, write_tokenizer, write_vocabulary
-from prepro_tinyshakespeare import UserError, gpt2_encoding, replace_file, run_main
-from train_gpt2 import BF16, to_float
+from train_gpt2 import BF16, UserError, gpt2_encoding, replace_file, to_float
 
 DTYPES = {"BF16": BF16, "F32": np.float32, "F16": np.float16}
 SHARD_BYTES = 5 * 10**9  # the largest file of a folder, unless a single tensor is larger

@@ -20,10 +20,10 @@ from dev.bench import optimizers as runs_of_optimizers
 from dev.bench.step_by_kernel import PRODUCTS, read_table
 from dev.common.config import Config
 from dev.common.flags import parse_flags
+from dev.common.program import run_main
 from dev.features.seams import GPT2
 from dev.tools.plot import read_run, smoothed
-from prepro_tinyshakespeare import UserError, replace_file, run_main
-from train_gpt2 import BF16, HERE
+from train_gpt2 import BF16, HERE, UserError, replace_file
 
 FLAGS = [
     (None, "picture", ("memory", "step", "loss", "optimizers"), None, "which one to draw"),

@@ -25,12 +25,13 @@ import numpy as np
 
 from dev.common.config import check_tokens
 from dev.common.flags import parse_flags
+from dev.common.program import run_main
 from dev.data.documents import read_utf8
 from dev.features.terminal import progress
 from dev.features.tokenizer import Tokenized
 from dev.tools.score import (FLAGS as SCORE_FLAGS, checkpoint_of, compute, device_of,
                              find_architecture)
-from prepro_tinyshakespeare import UserError, run_main
+from train_gpt2 import UserError
 
 OF_SCORE = {row[1]: row for row in SCORE_FLAGS}
 FLAGS = [
@@ -95,7 +96,8 @@ def main(arguments=None):
     flags.model = checkpoint_of(flags.model)
     architecture, c = find_architecture(flags.model)
     T = flags.seq_len or min(c.maxT, LONGEST)
-    c.check_length(T)
+    if architecture.__name__ == "GPT2" and T > c.maxT:
+        raise UserError(f"-t {T}: expected at most maxT = {c.maxT}: wpe has no more positions")
     stride = flags.stride or T
     if stride > T:
         raise UserError(f"--stride {stride}: expected at most T = {T} (-t): tokens between two "

@@ -14,7 +14,7 @@ import struct
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np  # after prepro_tinyshakespeare, as in train_gpt2.py
+import numpy as np
 
 from dev.common.config import Config
 from dev.data.chats import jinja_of
@@ -23,8 +23,8 @@ from dev.features.tokenizer import GPT2_SIZES, vocabulary_of_run, words_of
 from dev.llama3.train_llama3 import Config3
 from dev.tools.hf_config import SCALING
 from dev.tools.hf_tokenizer import merges_of
-from prepro_tinyshakespeare import END_OF_TEXT, UserError, gpt2_encoding
-from train_gpt2 import BF16
+from prepro_tinyshakespeare import END_OF_TEXT
+from train_gpt2 import BF16, UserError, gpt2_encoding
 
 VERSION = 3
 ALIGNMENT = 32

@@ -5,11 +5,11 @@ import json
 from collections.abc import Callable
 from typing import NamedTuple
 
-import numpy as np  # after prepro_tinyshakespeare, as in train_gpt2.py
+import numpy as np
 
 from dev.common.config import Config, padded
 from dev.llama3.train_llama3 import Config3
-from prepro_tinyshakespeare import UserError, replace_file
+from train_gpt2 import UserError, replace_file
 
 HEAD = "lm_head.weight"
 SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0,  # RoPE's

@@ -6,7 +6,8 @@ import math
 from dev.data.vocabulary import Vocabulary, letters
 from dev.features.tokenizer import words_of
 from dev.tools.hf_config import read_json, write_objects
-from prepro_tinyshakespeare import END_OF_TEXT, UserError, replace_file
+from prepro_tinyshakespeare import END_OF_TEXT
+from train_gpt2 import UserError, replace_file
 
 # What comes between a text and a model's words, and back
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True,

@@ -28,11 +28,11 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np  # after prepro_tinyshakespeare, as in train_gpt2.py
+import numpy as np
 
 from dev.common.flags import parse_flags, split_names
-from prepro_tinyshakespeare import UserError, replace_file, run_main
-from train_gpt2 import number
+from dev.common.program import run_main
+from train_gpt2 import UserError, number, replace_file
 
 # ---- Reading runs
 

@@ -7,6 +7,7 @@ import sys
 
 from dev.common.config import read_parameters
 from dev.common.flags import parse_flags
+from dev.common.program import run_main
 from dev.data.vocabulary import vocabulary_of_checkpoint
 from dev.features.checkpoints.newest import newest_checkpoint
 from dev.features.devices import ON_CPU, make_device
@@ -17,7 +18,7 @@ from dev.features.hellaswag_score import (PADDING, check_vocabulary, count_right
 from dev.features.order import default_dtype, has_gpu
 from dev.features.seams import GPT2
 from dev.llama3.train_llama3 import Llama3
-from prepro_tinyshakespeare import UserError, run_main
+from train_gpt2 import UserError
 
 FLAGS = [
     ("-e", "--model", str, "gpt2_124M.bin", "checkpoint of GPT-2, or of a Llama 3 with GPT-2's "

@@ -9,7 +9,7 @@ import time
 import numpy as np
 
 from dev.common.host_memory import available_memory
-from prepro_tinyshakespeare import replace_file
+from train_gpt2 import replace_file
 
 CHUNK = 2**26  # bytes that are copied to the host, and written, at a time
 WHOLE, END = object(), object()  # in the queue after each file, and after the last

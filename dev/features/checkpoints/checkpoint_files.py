@@ -8,7 +8,7 @@ from dev.common.config import read_parameters
 from dev.features.checkpoints.run_json import read_notes
 from dev.features.checkpoints.state_file import Damage, finite, finite_sets, read_states
 from dev.features.file_kinds import check_kind
-from prepro_tinyshakespeare import UserError
+from train_gpt2 import UserError
 
 # In the order in which they are written
 FILES = {"model": "model_{:08d}.bin", "state": "state_{:08d}_{:05d}.bin", "run": "run_{:08d}.json",

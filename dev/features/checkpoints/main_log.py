@@ -7,7 +7,7 @@
 import re
 
 from dev.features.terminal import say
-from prepro_tinyshakespeare import replace_file
+from train_gpt2 import replace_file
 
 
 class MainLog:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from dev.common.flags import with_values
 from dev.features.checkpoints.checkpoint_files import FILES, steps_of
-from prepro_tinyshakespeare import UserError
+from train_gpt2 import UserError
 
 
 def newest_checkpoint(folder):

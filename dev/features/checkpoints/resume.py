@@ -9,6 +9,8 @@ import json
 import os
 import sys
 
+import numpy as np
+
 from dev.common.config import count_tokens
 from dev.common.flags import with_values
 from dev.features.checkpoints.run_json import read_notes
@@ -16,9 +18,7 @@ from dev.features.checkpoints.state_file import STATE, Damage, finite_sets, mome
 from dev.features.file_kinds import checked_header
 from dev.features.shuffled_loader import paths_of
 from dev.features.terminal import say
-from prepro_tinyshakespeare import UserError
-
-import numpy as np  # after prepro_tinyshakespeare, which sets how its threads wait
+from train_gpt2 import UserError
 
 # The trainer's flags that a resumed run may change without a warning. Features declare theirs.
 MAY_DIFFER = "val_every", "sample_every", "sample_tokens"
@@ -237,7 +237,7 @@ def load_position(state, data, as_before, known, had=None):
             position.rng = "MT19937", record["key"], used
     if as_before:
         file = position.files[state.place]
-        place, order = translated(state, data, file, had or data.B)
+        place, order = translated(state, data, file, had or data.own)
         data.files = position.files
         data.open(state.place)
         data.next = place
@@ -254,26 +254,26 @@ def translated(state, data, file, had):
     """(batches of a file that are done, the order of all), from a state whose run had B = had. If B
     is smaller now, each of its batches becomes several, so that the same tokens follow; tokens that
     filled no batch of that run come last."""
-    path, before = data.paths[file], data.size // data.B * had  # tokens of a batch of that run
+    path, before = data.paths[file], data.size // data.own * had  # tokens of a batch of that run
     batches, done = (count_tokens(path, data.c)[0] - 1) // before, state.next * before
     whole = not data.shuffle or sorted(state.record["order"]) == list(range(batches))
     if state.next > batches or not whole:
         count = state.record["n"] if data.shuffle else state.next
         raise Damage(f"{state.path}: has {count} batches of file {state.place}, or an order that "
                      f"has one twice; -i, -b and -t make {batches}: expected those of its run")
-    if data.shuffle and data.B != had and data.size > data.B * data.T:
-        raise UserError(f"-b {data.B}: the run had -b {had}, and with --shuffle each rank has an "
+    if data.shuffle and data.own != had and data.size > data.own * data.T:
+        raise UserError(f"-b {data.own}: the run had -b {had}, and with --shuffle each rank has an "
                         f"order of its own for batches of that size: expected -b {had}, or another "
                         "number of ranks")
     if done % data.size or data.shuffle and before % data.size:
-        raise UserError(f"-b {data.B}: the run had -b {had}, and stopped after {done:,} tokens of "
-                        f"{path}, where no batch of -b {data.B} ends: expected -b {had}, or a "
+        raise UserError(f"-b {data.own}: the run had -b {had}, and stopped after {done:,} tokens "
+                        f"of {path}, where no batch of -b {data.own} ends: expected -b {had}, or a "
                         "number that divides it")
     parts, order = before // data.size, []
     if data.shuffle:
         order = [i * parts + part for i in state.record["order"].tolist() for part in range(parts)]
         order += range(len(order), data.batches_of[file])
-        if data.B != had:
+        if data.own != had:
             say(f"WARNING: the order of {path} stays, with each batch of -b {had} cut into "
-                f"{parts}; files after it are shuffled in batches of -b {data.B}")
+                f"{parts}; files after it are shuffled in batches of -b {data.own}")
     return done // data.size, order

@@ -35,7 +35,7 @@ from dev.features.checkpoints.run_json import notes_of
 from dev.features.checkpoints.state_file import state_parts, state_table
 from dev.features.ranks.ranks import partial_hash
 from dev.features.terminal import say
-from prepro_tinyshakespeare import UserError, replace_file
+from train_gpt2 import UserError, replace_file
 
 
 class RunFolder(CheckpointFiles):

@@ -6,7 +6,7 @@ import json
 import os
 
 from dev.common.flags import TYPES
-from prepro_tinyshakespeare import UserError
+from train_gpt2 import UserError
 
 
 def from_anywhere(name, value):

@@ -13,8 +13,8 @@ from dev.features import muon
 from dev.features.file_kinds import checked_header
 from dev.features.ranks.ranks import cut
 from dev.features.replay import bad_place
-from prepro_tinyshakespeare import UserError, make_header
-from train_gpt2 import HEADER_BYTES, FileKind, Row, carve, to_float
+from train_gpt2 import (HEADER_BYTES, FileKind, Row, UserError, carve, make_header, to_float,
+                        whole_shape)
 
 UNCUT = {1: (), muon.STATE_VERSION: muon.HIDDEN}  # tensors with whole layers, by version
 STATE = FileKind("state", 20240527, tuple(UNCUT), "restore it")
@@ -57,7 +57,7 @@ def moments_of(model):
 
 def completed(c, views):
     """The views, with zeros of the host for parameters that have none: Muon lacks some of v."""
-    absent = {row.name: np.zeros(row.whole_shape, row.dtype) for row in c.parameter_table()
+    absent = {row.name: np.zeros(whole_shape(row), row.dtype) for row in c.parameter_table()
               if not hasattr(views, row.name)}
     return SimpleNamespace(**absent, **vars(views))
 
@@ -139,7 +139,7 @@ class State:
         """(name, values) of its m (i = 0), v or parameters, mapped into memory."""
         start = HEADER_BYTES + i * self.nbytes
         for row in self.table:
-            yield row.name, np.memmap(self.path, row.dtype, "r", start, row.whole_shape)
+            yield row.name, np.memmap(self.path, row.dtype, "r", start, whole_shape(row))
             start += row.nbytes
 
 
@@ -169,7 +169,7 @@ def whole_tensors(states, i, c):
         parts = [share[name].reshape(layers, -1) for name in (row.name, f"{row.name}_tail")
                  for share in shares if name in share]
         whole = np.concatenate(parts, axis=1)
-        yield row.name, whole.reshape(row.whole_shape)
+        yield row.name, whole.reshape(whole_shape(row))
 
 
 def finite(path, kind, tensors):

@@ -44,8 +44,7 @@ from dev.features import fused_biases
 from dev.features.declare import Feature, Flag, Pair, numbers, stack
 from dev.features.devices import Cuda, FastCuda, WithoutGraphs, address_of, device_class
 from dev.features.fused_biases import kernels_with_output, output_switches
-from prepro_tinyshakespeare import UserError
-from train_gpt2 import EPILOGUES, Row, carve, pointer
+from train_gpt2 import EPILOGUES, Row, UserError, carve, pointer
 
 SOURCE = Path(__file__).resolve().with_name("fp8.cu")
 SUMS = fused_biases.SOURCE
@@ -410,7 +409,7 @@ class Fp8Model:
 
     def measure(self, batches):
         """The passes of a step, whose kernels note the largest magnitudes."""
-        self.micros = len(batches) * self.count
+        self.micros = len(batches)
         for self.micro, batch in enumerate(batches):
             self.set_batch(batch)
             self.forward_pass()

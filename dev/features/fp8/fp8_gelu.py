@@ -23,8 +23,7 @@ from dev.common import gpus
 from dev.features.declare import Feature, is_fast
 from dev.features.fp8.fp8 import GRADIENT, INPUT
 from dev.features.hopper.gelu_products import SOURCES as BESIDE
-from prepro_tinyshakespeare import UserError
-from train_gpt2 import address, aligned_bytes, pointer
+from train_gpt2 import UserError, address, aligned_bytes, pointer
 
 SOURCE = Path(__file__).resolve().with_suffix(".cu")
 SOURCES = (*BESIDE[:2], SOURCE)

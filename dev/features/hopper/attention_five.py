@@ -105,11 +105,12 @@ class FiveProducts:
             super().attention_backward(dqkv, dout, out, lse, qkv)
             return
         (B, T), c = self.BT, self.config
+        scale = (c.C // c.NH) ** -0.5
         rope = getattr(self.acts, "rope", None)
         views = carve(self.arenas["five"], self.five_table(c, self.device, B, T))
         launch_delta(self.device, views, lse, out, dout, B, T, c.NH)
-        launch_five(self.device, views, dqkv, qkv, dout, rope, self.scale, B, T, c.NH, c.NKV)
-        launch_dq(self.device, views, dqkv, rope, self.scale, B, T, c.NH)
+        launch_five(self.device, views, dqkv, qkv, dout, rope, scale, B, T, c.NH, c.NKV)
+        launch_dq(self.device, views, dqkv, rope, scale, B, T, c.NH)
 
     def rope(self, kernel, qkv):
         """As Llama3.rope, but for what attention_backward has done."""

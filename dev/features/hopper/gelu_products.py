@@ -14,8 +14,7 @@ from pathlib import Path
 
 from dev.common import gpus
 from dev.features.declare import Feature, is_fast
-from prepro_tinyshakespeare import UserError
-from train_gpt2 import BF16, aligned_bytes, ceil_div
+from train_gpt2 import BF16, UserError, aligned_bytes, ceil_div
 
 SOURCE = Path(__file__).resolve().with_suffix(".cu")
 SOURCES = (SOURCE.with_name("hopper.cuh"), SOURCE.with_name("turns.cuh"), SOURCE)

@@ -7,8 +7,7 @@ import warnings
 import numpy as np
 
 from dev.common.bf16 import to_bf16
-from prepro_tinyshakespeare import UserError
-from train_gpt2 import BF16, to_float
+from train_gpt2 import BF16, UserError, to_float
 
 
 class Nccl:

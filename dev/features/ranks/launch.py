@@ -23,7 +23,7 @@ from dev.features.ranks.environment import launched
 from dev.features.ranks.meeting import SILENCE, Meeting
 from dev.features.ranks.ranks import Ranks, flags_of
 from dev.features.signals import numbers
-from prepro_tinyshakespeare import UserError
+from train_gpt2 import UserError
 
 
 def start(flags, work):

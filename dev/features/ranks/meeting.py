@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 
 from dev.common.cache import cache_folder
-from prepro_tinyshakespeare import UserError, replace_file
+from train_gpt2 import UserError, replace_file
 
 HERE = str(Path(__file__).resolve().parents[3])
 BEAT = 1.0  # seconds between signs of life

@@ -115,10 +115,14 @@ class Ranked:
         for row, l, pieces, tail in cut_layers(self.config, self.grads, self.count):
             yield row, l, pieces, pieces, tail, tail
 
+    def token_weight(self):
+        """As GPT2's; the ranks add up their micro-batches, too."""
+        return 1 / (len(self.acts.losses) * self.micros * self.count)
+
     def micro_step(self):
         """Gradients are summed only here, in the last micro-batch. Other backward passes are local:
         a rank may do them alone."""
-        self.summing = self.last_micro
+        self.summing = self.micro == self.micros - 1
         super().micro_step()
         self.summing = False
 
@@ -239,7 +243,7 @@ class RankedTraining:
         program, device = Path(sys.modules["train_gpt2"].__file__), model.device
         files = [program, program.with_name("prepro_tinyshakespeare.py"), *model.config.SOURCES,
                  *self.train_data.inputs(),
-                 *(self.inputs_of(self.val_data, self.val_path) if self.flags.val_every else ()),
+                 *(self.inputs_of(self.val_data, self.paths[1]) if self.flags.val_every else ()),
                  *filter(os.path.isfile, (sys.argv[0], self.name))]
         files = {Path(path).name: path for path in files}
         files |= code_of(self.modules | modules_of(device))

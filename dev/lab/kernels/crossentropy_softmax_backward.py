@@ -3,7 +3,7 @@ import numpy as np
 
 from dev.lab.kernels.softmax_forward import WORDS, in_packs, padded
 from dev.lab.ladder import Ladder, Version, in_parts
-from prepro_tinyshakespeare import UserError
+from train_gpt2 import UserError
 
 
 def problem(draw, B, T, V, Vp):

@@ -3,7 +3,7 @@ import numpy as np
 
 from dev.lab.formulas import softmax
 from dev.lab.ladder import Ladder, Version, in_parts
-from prepro_tinyshakespeare import UserError
+from train_gpt2 import UserError
 
 WORDS = "B=1,T=1,V=17,Vp=32", "B=3,T=9,V=257,Vp=384", "B=1,T=3,V=50257,Vp=50304"
 

@@ -19,7 +19,7 @@ import pytest
 
 from dev.tests.checks import TOP, check
 from dev.tests.mutants import Copy
-from prepro_tinyshakespeare import replace_file
+from train_gpt2 import replace_file
 
 NOTEBOOK = "dev/lab/first_evening.ipynb"
 RIGHT = r"right, at all sizes, in fp32 and bf16\n"

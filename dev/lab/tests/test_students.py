@@ -20,7 +20,7 @@ from dev.lab.submission import Submission
 from dev.lab.tests.changed_students import texts
 from dev.lab.tests.student import said
 from dev.tests.checks import check
-from prepro_tinyshakespeare import UserError
+from train_gpt2 import UserError
 
 DRAWN = 3  # some 13 CPU seconds each
 

@@ -18,7 +18,7 @@ from dev.lab.submission import Submission
 from dev.lab.tests.student import said
 from dev.tests.checks import check, refusal
 from dev.tests.small_kernels import HEAD, built, kernel, launch, of_files
-from prepro_tinyshakespeare import UserError
+from train_gpt2 import UserError
 
 STUCK = (  # what the kernel does, what is said; {n} is the number of the line that ends in //!
     ("if (t < 16) out[t] = __shfl_sync(0xffffffffu, in[t], 0);  //!",
