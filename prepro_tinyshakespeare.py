@@ -27,7 +27,7 @@ def download_tinyshakespeare():
     """The text of tinyshakespeare, a str of 1,115,394 characters. Raises UserError."""
     try:
         with urllib.request.urlopen(TEXT_URL, timeout=20) as response:
-            return response.read().decode("utf-8")
+            return response.read().decode("utf-8-sig")
     except (OSError, http.client.HTTPException, UnicodeDecodeError) as e:
         raise UserError(f"tinyshakespeare could not be downloaded ({getattr(e, 'reason', e)}): "
                         "connect to the network, or give a text of your own with "

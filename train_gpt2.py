@@ -31,8 +31,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
-# On a CPU, NumPy's idle threads sleep, and leave the cores to the kernels' threads
-os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
 import numpy as np
 
 # ---- The model's sizes, and tables of all that it keeps in memory
@@ -695,7 +693,7 @@ class Training:
         self.name = self.find_model()
         self.from_file = os.path.isfile(self.name) or self.name.endswith(".bin")
         self.config = self.find_config()
-        self.T = self.find_length() or self.default_length()
+        self.T = self.find_length()
         self.check_length()
 
     def find_model(self):
@@ -707,11 +705,8 @@ class Training:
         return self.Model.Config(**sizes)
 
     def find_length(self):
-        """T, or None if it follows from the model."""
-        return self.flags.seq_len
-
-    def default_length(self):
-        return min(self.config.maxT, 1024)
+        """Tokens of a row."""
+        return self.flags.seq_len or min(self.config.maxT, 1024)
 
     def check_length(self):
         if self.T > self.config.maxT:

@@ -170,8 +170,8 @@ class Model:
 class Loaded:
     """A run that makes its model, and does nothing with it."""
 
-    def default_length(self):
-        return min(self.config.maxT, LONGEST)
+    def find_length(self):
+        return self.flags.seq_len or min(self.config.maxT, LONGEST)
 
     def run(self):
         self.choose_model()

@@ -24,7 +24,6 @@ import math
 import os
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -34,7 +33,6 @@ from dev.common.config import Config, count_tokens, draw_parameters, read_parame
 from dev.common.flags import parse_flags, with_values
 from dev.common.program import run_main
 from dev.data.paths import data_paths
-from dev.features.devices import OnCpu
 from dev.features.order import table_of_flags, with_defaults
 from dev.features.schedule import Scheduled
 from dev.features.seams import Training
@@ -202,7 +200,7 @@ def main(arguments=None):
     name = flags.model
     from_file = Path(name).is_file() or name.endswith(".bin")
     c = Config.from_file(name) if from_file else Config.from_descriptor(name)
-    longest = (OnCpu if place == "cpu" else Training).default_length(SimpleNamespace(config=c))
+    longest = min(c.maxT, 64 if place == "cpu" else 1024)  # as the trainer
     B, T = flags.batch_size, flags.seq_len or longest
     if T > c.maxT:
         raise UserError(f"-t {T}: expected at most the model's {c.maxT} positions")

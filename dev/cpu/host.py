@@ -26,9 +26,8 @@ if platform.machine() in ("x86_64", "AMD64"):  # else half of AVX-512's vectors
     FLAGS.append("-mprefer-vector-width=512")
 
 
-# NumPy's threads and the kernels' take turns. Threads that busy-wait would slow the others down, so
-# g++'s sleep after some 0.1 ms, since the next kernel often comes sooner. Its library reads these
-# when the first kernels are loaded; NumPy's is set in train_gpt2.py.
+# Threads that busy-wait would slow others down, so g++'s sleep, but after some 0.1 ms, since the
+# next kernel often comes sooner. Its library reads these when the first kernels are loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 

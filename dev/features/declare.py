@@ -22,7 +22,7 @@ class Flag(NamedTuple):
     group: str = ""  # its headline in --help; a row that is replaced stays where it is
     after: str = ""  # the flag that it follows there
     needs: str = ""  # the flag that it is useless without
-    path: bool = False  # its value names files
+    path: bool = False  # its value names files to read: absolute in run_*.json, needed by -y 1
     replayed: bool = True  # whether --replay takes the run's value
     # With -y 1: whether it takes the run's value if none is given, must have that value, or may
     # have another without a warning (a function of the flags: whether it may)

@@ -70,8 +70,9 @@ class WithoutGraphs:
 class OnCpu:
     """Training on the CPU device."""
 
-    def default_length(self):
-        return min(self.config.maxT, 64)
+    def find_length(self):
+        T = super().find_length()
+        return T if self.flags.seq_len else min(T, 64)
 
 
 NO_GRAPH = Feature("no graph", lambda flags, ranks: not flags.graph, device=WithoutGraphs, flags=(

@@ -178,7 +178,6 @@ class Masked:
 class MaskedTraining:
     """A run of such a model."""
     Loader = MaskedLoader
-    row = 0  # tokens of a row of conversations, if they lie in rows
 
     def choose_model(self):
         flags = self.flags
@@ -197,7 +196,7 @@ class MaskedTraining:
                      "some answers lose their prompt; expected a multiple of that")
 
     def find_length(self):
-        return super().find_length() or self.row or None
+        return self.flags.seq_len or self.row or super().find_length()
 
     def settled(self):
         return super().settled() | dict(mask=1)  # --replay and -y 1 may not find the files

@@ -15,6 +15,7 @@ from dev.features.declare import Feature
 class OwnSizes:
     """Training of a model whose sizes are not all in its name."""
     reads_bytes = False  # without -i
+    found = None  # the paths of the data
 
     def choose_model(self):
         super().choose_model()
@@ -31,7 +32,7 @@ class OwnSizes:
     def find_config(self):
         kind = self.Model.Config
         c = super().find_config() if self.from_file else kind.from_descriptor(self.name)
-        T = self.find_length()
+        T = self.flags.seq_len or self.row
         if self.all_own() and T and type(c) is Config:  # others need no positions
             c = dataclasses.replace(c, maxT=T)
         return c
@@ -39,13 +40,13 @@ class OwnSizes:
     def data_paths(self):
         """As Training.data_paths, looked up once."""
         flags = self.flags
-        if not self.paths:
+        if not self.found:
             on_bytes = self.reads_bytes and not (flags.train_data or flags.val_data)
-            self.paths = first_text() if on_bytes else super().data_paths()
-        return self.paths
+            self.found = first_text() if on_bytes else super().data_paths()
+        return self.found
 
     def settled(self):
-        train_path, val_path = self.paths
+        train_path, val_path = self.found
         return super().settled() | dict(train_data=train_path, val_data=val_path)
 
 

@@ -67,6 +67,7 @@ class Training(train_gpt2.Training):
     layers = ()  # the declarations of this run's features, the outermost first
     Model = GPT2
     Device = FastCuda
+    row = 0  # tokens of a row of conversations, if the data lies in rows: see masked.py
     rank = 0  # as GPT2's
     count = 1
 

@@ -10,6 +10,7 @@ import functools
 import os
 from pathlib import Path
 
+import train_gpt2
 from dev.common.config import read_tokens
 from dev.data.vocabulary import (PRINTING, read_vocabulary, vocabulary_beside, vocabulary_bytes,
                                  vocabulary_of_checkpoint)
@@ -159,7 +160,9 @@ class Tokenized:
         return encoding.encode(text, allowed_special="all")
 
     def decode(self, tokens):
-        return decode(tokens, self.words())
+        words = self.words()
+        of_gpt2 = words and not self.vocabulary and self.config.V == train_gpt2.Config.V
+        return super().decode(tokens) if of_gpt2 else decode(tokens, words)
 
 
 class Kept:

@@ -14,10 +14,10 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 
-from dev.features import order
 import train_gpt2
 from train_gpt2 import make_header, replace_file
 
@@ -26,11 +26,13 @@ STEPS = ["-x", "4", "-v", "2", "-s", "2"]
 # What the ordinary commands replace, and by what
 REPLACED = {
     "Training.make_device": "--device: features/seams.py makes any device, with features' kernels",
-    "Training.decode": "a vocabulary of any kind: features/tokenizer.py",
+    "Training.next_logits": "keys and values that are kept: features/kv_cache.py",
     "parse_flags": "the flags of features: features/order.py, by the same add_flag"}
-# What only a GPU's ordinary commands replace besides; --plain 1 runs the first two
+# What only a GPU's ordinary commands replace besides; --plain 1 runs all but the last
 REPLACED_ON_GPU = {
     "Cuda.matmul": "cuBLASLt: class FastCuda", "Cuda.repeat": "graphs: class FastCuda",
+    "GPT2.norm_backward": "it sums the product's bias, too: features/fused_biases.py",
+    "GPT2.bias_backward": "in most layers nothing is left for it: features/fused_biases.py",
     "Training.finish": "a step is queued before the last is reported: features/late_reports.py"}
 OF_CUDA = "Cuda.", "Kernel.", "stride_of"  # not on a CPU
 
@@ -93,6 +95,15 @@ def lines_run(work):
     return seen
 
 
+def command(arguments):
+    """python train_gpt2.py with these arguments, in this process."""
+    with mock.patch("sys.argv", ["train_gpt2.py", *arguments]):
+        try:
+            train_gpt2.run_main(train_gpt2.main)
+        except SystemExit as e:
+            assert not e.code, e.code
+
+
 def unread(device):
     """({function that none of the commands called: its number of lines}, {function: lines that none
     ran}, how many lines there are) of the file before "Faster"."""
@@ -108,7 +119,7 @@ def unread(device):
             again = dict(__name__="again", __file__=str(TRAINER))
             seen = lines_run(lambda: exec(compile(whole, str(TRAINER), "exec"), again))  # an import
             for arguments in commands(folder, device):
-                seen |= lines_run(lambda given=arguments: order.main(given))
+                seen |= lines_run(lambda given=arguments: command(given))
         finally:
             os.chdir(before)
     called = {name: lines for name, lines in wanted.items() if lines & seen}

@@ -2,17 +2,18 @@
 features keep to their own names.
 """
 import contextlib
-import dataclasses
 import io
+import os
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 
 import train_gpt2
 from dev.common.config import Config
-from dev.cpu.device import Cpu
 from dev.cpu.emulated import Emulated
 from dev.features import __main__ as features_map
 from dev.features import order
@@ -47,27 +48,58 @@ def test_repeated_kernels():
               [*zip(own, there)])
 
 
+ALONE = """
+import dataclasses, pathlib, sys
+import train_gpt2
+train_gpt2.KERNELS = pathlib.Path({top!r}, "kernels.cu")  # of which dev/cpu has the loops
+from dev.common.config import Config
+from dev.cpu.device import Cpu
+sys.path.remove({top!r})
+for name in [name for name in sys.modules if name.split(".")[0] == "dev"]:
+    del sys.modules[name]
+train_gpt2.FastCuda = lambda dtype, c: Cpu(dtype, Config(*dataclasses.astuple(c)))
+train_gpt2.run_main(train_gpt2.main)
+"""
+CODE = ALONE.format(top=str(TOP))
+
+
 def test_plain_program(folder):
-    """The trainer's own classes, which features replace, train as a run with dev/ does: the same
-    lines and bits."""
+    """train_gpt2.py and kernels.cu, copied to an empty folder, train as a run with dev/ does: the
+    same lines and bits. (Here a CPU takes the place of the GPU.) Without a token file the error
+    names prepro's command, and without a GPU it says so."""
     two_token_files(folder)
     flags = ["-e", str(TINY), "-b", "2", "-t", "8", "-d", "32", "-x", "3", "-v", "2", "-m", "1",
              "-s", "2", "-g", "3",
              "-u", "2", "-q", "0.1", "--dtype", "fp32", "-i", str(folder / "tokens.bin"),
              "-j", str(folder / "tokens.bin"), "-o"]
-    alone, featured = io.StringIO(), io.StringIO()
-    device = mock.patch.object(train_gpt2, "FastCuda",
-                               lambda dtype, c: Cpu(dtype, Config(*dataclasses.astuple(c))))
-    with device, contextlib.redirect_stdout(alone):
-        train_gpt2.Training(train_gpt2.parse_flags([*flags, str(folder / "alone")])).run()
+    copy = folder / "copy"
+    copy.mkdir()
+    for name in ("train_gpt2.py", "kernels.cu"):
+        shutil.copy(TOP / name, copy)
+
+    def alone(*arguments, code=CODE, path=f"{copy}:{TOP}"):
+        return subprocess.run([sys.executable, *(["-c", code] if code else ["train_gpt2.py"]),
+                               *arguments], cwd=copy, capture_output=True, text=True,
+                              env=os.environ | dict(PYTHONPATH=path, CUDA_VISIBLE_DEVICES=""))
+
+    done = alone(*flags, str(folder / "alone"))
+    check("without dev/: its status", done.returncode == 0, done.stderr)
+    missing = alone("-e", str(TINY), "--dtype", "fp32", "-t", "8")
+    check("without a token file", missing.returncode == 1 and re.fullmatch(
+        r"error: data/tinyshakespeare/.*_train.bin: could not be read .*: "
+        r"prepro_tinyshakespeare.py writes one.*\n", missing.stderr), missing.stderr)
+    without = alone(*flags, "out", code="", path="")
+    check("without a GPU", without.returncode == 1 and re.fullmatch(
+        "error: no GPU can be used: .*", without.stderr, re.S), without.stderr)
+    featured = io.StringIO()
     with contextlib.redirect_stdout(featured):
         order.main(["--device", "cpu", *flags, str(folder / "featured")])
 
     def lines(printed):
-        text = re.sub(r" \| lr.*", "", printed.getvalue())
+        text = re.sub(r" \| lr.*", "", printed)
         return re.findall(r"(?m)^(?:step|val loss|generating:|\[).*$", text.replace("<", "["))
 
-    own, theirs = lines(alone), lines(featured)
+    own, theirs = lines(done.stdout), lines(featured.getvalue())
     check("as many lines, and three steps",
           len(own) == len(theirs) and sum("step" in line for line in own) == 3, own)
     check("the same losses",
