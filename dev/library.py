@@ -3,7 +3,8 @@
     from dev.library import load, train
     model = load("gpt2_124M.bin")                  # or a run's folder; or random: "2x4x128", "d12"
     print(model.generate("To be, or not to be", 20))
-    logits = model.logits(tokens)                  # (B,T) -> (B,T,V)
+    logits = model.logits(model.encode("To be, or"))    # of tokens (B,T) or (T,): (B,T,V)
+    loss = model.loss(tokens, targets)             # (B,T) each: a mean
     gradients = model.gradients(tokens, targets)   # {"wte": (V,C), "wpe": (maxT,C), ...}
     model = train("2x4x128", steps=500, callback=lambda step: print(step.number, step.loss))
 

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 import train_gpt2
+from dev import library
 from dev.common.config import Config, read_parameters
 from dev.data import own_text
 from dev.features import order
@@ -184,19 +185,25 @@ def test_train(device_name, folder):
         name, lambda step: None, **flags).loss(tokens, targets), 1e-6
     check("has its words", kept.generate("How ", 4, temperature=0) == text)
 
-    # the README's lines, on models of this test
-    readme = (TOP / "README.md").read_text("utf-8")
-    lines = re.search(r"## As a library\n\n(.*?)\n\n", readme, re.S)[1]
-    for shown, own in (("gpt2_124M.bin", "log"), ("2x4x128", name), ("steps=500", "steps=2")):
-        check(f"the README has {shown}", shown in lines)
-        lines = lines.replace(shown, own)
-    names = dict(x=tokens, y=targets)
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        exec(textwrap.dedent(lines), names)
-    check("the README's lines work", re.search(r"To be, or not to be.*\n1 \d\.\d+\n2 \d\.\d+\n$",
-                                               out.getvalue(), re.S), out.getvalue())
+    # the lines of the docstring and of the README, on models of this test
+    def run_lines(text, pattern):
+        lines = re.search(pattern, text, re.S)[1]
+        for shown, own in (("gpt2_124M.bin", "log"), ("2x4x128", name), ("steps=500", "steps=2")):
+            lines = lines.replace(shown, own)
+        names = dict(tokens=tokens, targets=targets)
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            exec(textwrap.dedent(lines), names)
+        return names, out.getvalue()
+
+    names, printed = run_lines(library.__doc__, r"\n\n(    from .*?)\n\n")
+    check("the docstring's lines work",
+          re.search(r"To be, or not to be.*\n1 \d\.\d+\n2 \d\.\d+\n$", printed, re.S), printed)
     check("with the shapes that they tell", names["logits"].shape == (1, 9, 257) and
           names["gradients"]["wte"].shape == (257, 64))
+    again, written = run_lines((TOP / "README.md").read_text("utf-8"),
+                               r"## As a library\n\n(.*?)\n\n")
+    check("the README's lines work, and write the same", printed.startswith(written) and written
+          and again["model"].config == kept.config, written)
 
 
 def test_refusals(device_name, folder):

@@ -121,18 +121,16 @@ def test_what_runs():
 
 
 def test_excerpts():
-    """The README's lines of code stand in the trainer or in the loops, word for word, in order."""
+    """The README's lines of code stand in the trainer, word for word, in order."""
     readme = (TOP / "README.md").read_text(encoding="utf-8")
-    for language, path, count in (
-            ("python", "train_gpt2.py", 2), ("cpp", "dev/cpu/kernels.cpp", 1)):
-        blocks = re.findall(rf"```{language}\n(.*?)```", readme, re.S)
-        check(f"{language}: excerpts", len(blocks) == count, blocks)
-        lines = [line.strip() for line in (TOP / path).read_text(encoding="utf-8").splitlines()]
-        for block in blocks:
-            for part in block.strip().split("\n\n") if language == "cpp" else [block]:
-                part = [line.strip() for line in part.splitlines()]
-                start = lines.index(part[0]) if part[0] in lines else 0
-                check(f"{part[0][:30]} ...", lines[start : start + len(part)] == part, part)
+    blocks = re.findall(r"```python\n(.*?)```", readme, re.S)
+    check("a layer, forward and backward", len(blocks) == 2, blocks)
+    text = (TOP / "train_gpt2.py").read_text(encoding="utf-8")
+    lines = [line.strip() for line in text.splitlines()]
+    for block in blocks:
+        part = [line.strip() for line in block.splitlines()]
+        start = lines.index(part[0]) if part[0] in lines else 0
+        check(f"{part[0][:30]} ...", lines[start : start + len(part)] == part, part)
 
 
 def test_names_of_helpers():
