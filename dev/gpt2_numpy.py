@@ -113,7 +113,7 @@ def mean_loss(targets, logits):
 
 def main():
     from dev.features.tokenizer import decode, encoding_of_model, vocabulary_of_run, words_of
-    from prepro_tinyshakespeare import UserError
+    from train_gpt2 import UserError
     from dev.common.config import Config, read_parameters
     from train_gpt2 import Parser, to_float
     parser = Parser(description="The loss of a text, and what likely follows.")
@@ -142,5 +142,5 @@ def main():
 
 
 if __name__ == "__main__":
-    from prepro_tinyshakespeare import run_main
+    from dev.common.program import run_main
     run_main(main)

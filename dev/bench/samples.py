@@ -1,4 +1,4 @@
-"""Time the tokens of samples, beside PyTorch's and transformers' with static caches.
+"""Time the tokens of samples, beside transformers' with a static cache.
 
     python -m dev.bench.samples                          # GPT-2 124M, random weights
     python -m dev.bench.samples --batch 128 --context 16
@@ -7,20 +7,16 @@
 A row each: greedy tokens, and tokens drawn with temperature 1 (ours alone). --batch texts of
 --context random tokens go on side by side, for some tokens first that are not counted. Each time
 is the best of --rounds: on a shared machine others make it longer, and nothing makes it shorter.
-PyTorch is a decoder of its own, written below, compiled into a CUDA graph on a GPU and eager on a
-CPU; transformers is generate() with cache_implementation="static", and left out if it is not
-installed. All have the same weights.
+transformers is generate() with cache_implementation="static", and left out if it is not installed.
 """
 import importlib.util
 import itertools
 import os
 import time
-from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 
-from dev.bench.torch_training import parameters_of
 from dev.common.config import Config, draw_parameters, read_parameters
 from dev.common.flags import parse_flags
 from dev.common.gpus import has_gpu
@@ -40,7 +36,7 @@ FLAGS = [
     (None, "--rounds", "count", 3, "how often"),
     (None, "--device", ("cuda", "cpu"), None, "where to compute"),
     (None, "--dtype", ("fp32", "tf32", "bf16"), None, "default: bf16, on a CPU fp32"),
-    (None, "--alone", "switch", 0, "1: without PyTorch and transformers")]
+    (None, "--alone", "switch", 0, "1: without transformers")]
 FIRST = 3 * AHEAD - 1  # tokens until graphs are recorded, and AHEAD are drawn at a time
 
 
@@ -49,111 +45,30 @@ def texts_of(flags, c):
     return np.random.default_rng(1).integers(c.V, size=(flags.batch, length)).tolist()
 
 
-def best(flags, begin):
-    """The least seconds of a token of each text, after begin() has returned a function that makes
-    some tokens, as it is asked, and waits for them."""
-    found = []
-    for _ in range(flags.rounds):
-        make = begin()
-        make(FIRST)
-        start = time.perf_counter()
-        make(flags.tokens)
-        found.append((time.perf_counter() - start) / flags.tokens)
-    return min(found)
-
-
 def ours(flags, c, tensors):
+    """(temperature, the least seconds of a token of each text), greedy and drawn."""
     device = make_device(flags.device, flags.dtype, c, beside=[SOURCE])
     B, T = flags.batch, c.maxT
     Model = stack(GPT2, [Cached], dict(rows_of=lambda *args: B, flags=SimpleNamespace()))
     model = Model(c, device, 1, T)
     model.set_parameters(tensors)
-
-    def begin(temperature):
-        coins = [coins_of(seed) for seed in range(B)]
-        steps = model.continued(texts_of(flags, c), T, coins, temperature, 0, 1.0)
-
-        def make(count):
-            for _ in itertools.islice(steps, count):
-                pass
-
-        return make
-
     for temperature in (0.0, 1.0):
-        yield f"ours, temperature {temperature:.0f}", best(flags, partial(begin, temperature))
+        found = []
+        for _ in range(flags.rounds):
+            coins = [coins_of(seed) for seed in range(B)]
+            steps = model.continued(texts_of(flags, c), T, coins, temperature, 0, 1.0)
+            list(itertools.islice(steps, FIRST))
+            start = time.perf_counter()
+            list(itertools.islice(steps, flags.tokens))
+            found.append((time.perf_counter() - start) / flags.tokens)
+        yield temperature, min(found)
 
 
-def place_of(flags):
-    """(PyTorch's device, its type of numbers)."""
-    import torch
-    torch.set_float32_matmul_precision("high" if flags.dtype == "tf32" else "highest")
-    return flags.device, torch.bfloat16 if flags.dtype == "bf16" else torch.float32
-
-
-def pytorch(flags, c, tensors):
-    import torch
-    from torch.nn import functional as F
-    place, dtype = place_of(flags)
-    B, T, HS = flags.batch, c.maxT, c.C // c.NH
-    weights = {name: [x.detach().to(dtype) for x in values]
-               for name, values in parameters_of(c, tensors, place).items()}
-    [wte], [wpe], [lnfw], [lnfb] = (weights[name] for name in ("wte", "wpe", "lnfw", "lnfb"))
-    of_layers = [row.name for row in c.parameter_table() if row.layers]
-    layers = [SimpleNamespace(**{name: weights[name][l] for name in of_layers})
-              for l in range(c.L)]
-    keys, values = torch.zeros(2, c.L, B, c.NH, T, HS, dtype=dtype, device=place).unbind()
-    seen = torch.ones(T, T, dtype=torch.bool, device=place).tril()[:, None, None, None]
-
-    def step(tokens, position):  # (B), (1) -> (B)
-        x = wte[tokens] + wpe[position]
-        for l, p in enumerate(layers):
-            qkv = F.linear(F.layer_norm(x, (c.C,), p.ln1w, p.ln1b), p.qkvw, p.qkvb)
-            q, k, v = qkv.view(B, 3, c.NH, 1, HS).unbind(1)
-            keys[l].index_copy_(2, position, k)
-            values[l].index_copy_(2, position, v)
-            y = F.scaled_dot_product_attention(q, keys[l], values[l], attn_mask=seen[position][0])
-            x = x + F.linear(y.view(B, c.C), p.attprojw, p.attprojb)
-            h = F.linear(F.layer_norm(x, (c.C,), p.ln2w, p.ln2b), p.fcw, p.fcb)
-            x = x + F.linear(F.gelu(h, approximate="tanh"), p.fcprojw, p.fcprojb)
-        return F.linear(F.layer_norm(x, (c.C,), lnfw, lnfb), wte).argmax(-1)
-
-    texts = torch.tensor(texts_of(flags, c), device=place)
-    tokens, position = texts[:, -1].clone(), torch.zeros(1, dtype=torch.long, device=place)
-
-    def advance():
-        tokens.copy_(step(tokens, position))
-        position.add_(1)
-
-    if place == "cuda":  # compile's own graphs refuse a cache that is written
-        step = torch.compile(step, fullgraph=True)
-        graph = torch.cuda.CUDAGraph()
-        with torch.inference_mode():
-            for _ in range(3):
-                advance()
-            torch.cuda.synchronize()
-            with torch.cuda.graph(graph):
-                advance()
-        advance = graph.replay
-
-    def begin():
-        tokens.copy_(texts[:, -1])
-        position.fill_(texts.shape[1] - 1)
-
-        def make(count):
-            with torch.inference_mode():
-                for _ in range(count):
-                    advance()
-            tokens.cpu()  # waits
-
-        return make
-
-    yield "PyTorch, greedy", best(flags, begin)
-
-
-def with_transformers(flags, c, tensors):
+def with_transformers(flags, c):
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
-    place, dtype = place_of(flags)
+    torch.set_float32_matmul_precision("high" if flags.dtype == "tf32" else "highest")
+    place, dtype = flags.device, torch.bfloat16 if flags.dtype == "bf16" else torch.float32
     # of these sizes, and with weights of its own: values change no time
     model = GPT2LMHeadModel(GPT2Config(
         vocab_size=c.V, n_positions=c.maxT, n_embd=c.C, n_layer=c.L, n_head=c.NH))
@@ -171,8 +86,8 @@ def with_transformers(flags, c, tensors):
     seconds(flags.tokens)  # compiles
     # the difference leaves out the pass over the text
     pairs = [(seconds(flags.tokens), seconds(1)) for _ in range(flags.rounds)]
-    yield "transformers, greedy", min(a for a, _ in pairs) / (flags.tokens - 1) - (
-        min(b for _, b in pairs) / (flags.tokens - 1))
+    all_tokens, one = (min(times) for times in zip(*pairs))
+    return (all_tokens - one) / (flags.tokens - 1)
 
 
 def main():
@@ -189,14 +104,17 @@ def main():
     first = max(flags.context, FIRST + 1)
     print(f"{flags.model}, {flags.dtype}, {flags.device}: {flags.batch} texts, tokens {first} to "
           f"{first + flags.tokens - 1}")
-    peers = [] if flags.alone else [("torch", pytorch), ("transformers", with_transformers)]
-    for package, measure in [(None, ours), *peers]:
-        if package and not importlib.util.find_spec(package):
-            print(f"{package} is not installed")
-            continue
-        for name, seconds in measure(flags, c, tensors.items()):
-            print(f"{name:24} {1e3 * seconds:9.3f} ms a token {flags.batch / seconds:12,.0f} tok/s",
-                  flush=True)
+
+    def show(name, seconds):
+        print(f"{name:24} {1e3 * seconds:9.3f} ms a token {flags.batch / seconds:12,.0f} tok/s",
+              flush=True)
+
+    for temperature, seconds in ours(flags, c, tensors.items()):
+        show(f"ours, temperature {temperature:.0f}", seconds)
+    if not flags.alone and not importlib.util.find_spec("transformers"):
+        print("transformers is not installed")
+    elif not flags.alone:
+        show("transformers, greedy", with_transformers(flags, c))
 
 
 if __name__ == "__main__":

@@ -53,20 +53,14 @@ def unpack(version, folder):
     return to
 
 
-def steps_of(top, flags):
-    """[(loss, ms)] of the steps of a run of the trainer in a folder, as text. Raises UserError."""
+def time_run(top, flags):
+    """(ms of a step, the last loss) of a run of the trainer in a folder. Raises UserError."""
     done = subprocess.run([sys.executable, top / "train_gpt2.py", *flags], capture_output=True,
                           text=True)
     steps = re.findall(r"^step .*\| loss (\S+) .*\| +([\d.]+) ms", done.stdout, re.M)
     if done.returncode or not steps:
         raise UserError(f"train_gpt2.py {shlex.join(flags)}: expected steps, found status "
                         f"{done.returncode}:\n{done.stderr.strip() or done.stdout.strip()}")
-    return steps
-
-
-def time_run(top, flags):
-    """(ms of a step, the last loss) of such a run."""
-    steps = steps_of(top, flags)
     return statistics.median(float(ms) for _, ms in steps[len(steps) // 3 :]), steps[-1][0]
 
 

@@ -3,6 +3,7 @@ of this repository, which is its own documentation.
 
 Both are one document, so that the loss is comparable with that of other trainings on characters.
 """
+import ast
 import io
 import os
 import re
@@ -10,7 +11,6 @@ import tokenize
 from pathlib import Path
 
 from dev.data.documents import cleaned
-from dev.data.english import is_prose, of_python
 from dev.data.own_text import tokens_of, write_set
 from dev.data.text import both
 from dev.data.vocabulary import tokenizer_path, vocabulary_of
@@ -20,6 +20,24 @@ from train_gpt2 import UserError
 TOP = Path(__file__).resolve().parents[2]
 TINYSHAKESPEARE = Path("data/tinyshakespeare_bytes/tinyshakespeare_bytes_{}.bin")
 REPOSITORY = Path("data/repository_bytes/repository_bytes_{}.bin")
+PROSE = re.compile(r"\b(the|a|an|and|or|of|to|in|is|are|be|it|this|that|with|for|as|on|by|not|you"
+                   r"|if|which)\b", re.I)
+
+
+def is_prose(paragraph):
+    """Whether a paragraph reads as English: nearly all letters and spaces, and one word in eight is
+    a common small one."""
+    words = paragraph.split()
+    letters = sum(letter.isascii() and (letter.isalpha() or letter.isspace())
+                  for letter in paragraph)
+    return (len(words) > 7 and letters > 0.88 * len(paragraph)
+            and 8 * len(PROSE.findall(paragraph)) >= len(words))
+
+
+def docstrings_of(text):
+    kinds = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
+    return "\n\n".join(filter(None, (ast.get_docstring(node) for node in ast.walk(ast.parse(text))
+                                     if isinstance(node, kinds))))
 
 
 def comments_of_python(text):
@@ -36,7 +54,7 @@ def comments_of_cuda(text):
         line if line.lstrip().startswith("//") else "" for line in text.split("\n")))
 
 
-READERS = {".md": [str], ".py": [of_python, comments_of_python], ".cu": [comments_of_cuda],
+READERS = {".md": [str], ".py": [docstrings_of, comments_of_python], ".cu": [comments_of_cuda],
            ".cuh": [comments_of_cuda], ".h": [comments_of_cuda]}
 
 

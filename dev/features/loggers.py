@@ -12,16 +12,14 @@ folders of offline runs, get another name, with "old" in it, by which neither pr
 The id of wandb's run is in run_*.json, and the x axis is the run's step. Lines that are already on
 wandb's server, which counts them, are not sent again.
 
-A thread makes the calls, so training does not wait for them. One that fails is reported, and ends
-that log alone.
+Both have a queue of their own, so training does not wait for a disk or a network. A call that fails
+is reported, and ends that log alone.
 """
 import argparse
 import contextlib
 import json
 import os
-import queue
 import secrets
-import threading
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -99,7 +97,6 @@ class Wandb:
 
 
 LOGS = dict(tensorboard=TensorBoard, wandb=Wandb)
-END = None
 
 
 def names(text):
@@ -111,48 +108,32 @@ def names(text):
     return text
 
 
-class Behind:
-    """Sends lines of log.jsonl to a log in a thread: an observer."""
+class Sent:
+    """Sends lines of log.jsonl to a log: an observer."""
 
     def __init__(self, name, log):
-        self.name, self.log, self.failure, self.waiting = name, log, None, queue.SimpleQueue()
-        self.thread = threading.Thread(target=self.work, daemon=True)
-        self.thread.start()
-
-    def work(self):
-        try:
-            for line in iter(self.waiting.get, END):
-                values = {name: value for name, value in json.loads(line).items()
-                          if value is not None}
-                while self.log.replaced:  # now that their lines come
-                    os.rename(*self.log.replaced.popitem())
-                self.log.write(values.pop("step"), values.pop("time", 0.0), values)
-        except Exception as e:
-            self.fail(e)
-
-    def fail(self, error):
-        """Keep what went wrong, for a warning: training goes on without this log."""
-        text = " ".join(f"{type(error).__name__}: {error}".split())
-        self.log, self.failure = None, f"WARNING: --log {self.name} ends here: {text}"
+        self.name, self.log = name, log
 
     def noted(self, run, line):
-        self.waiting.put(line)
-        self.warn(run)
+        def write():
+            while self.log.replaced:  # now that their lines come
+                os.rename(*self.log.replaced.popitem())
+            values = {name: value for name, value in json.loads(line).items() if value is not None}
+            self.log.write(values.pop("step"), values.pop("time", 0.0), values)
 
-    def warn(self, run):
-        if self.failure:
-            run.say(self.failure)
-            self.failure = None
+        self.call(run, write)
 
     def close(self, run, failed):
-        self.waiting.put(END)
-        self.thread.join()
+        self.call(run, lambda: self.log.close(failed))
+
+    def call(self, run, function):
+        """Training goes on without this log if it fails."""
         try:
             if self.log:
-                self.log.close(failed)
+                function()
         except Exception as e:
-            self.fail(e)
-        self.warn(run)
+            self.log, text = None, " ".join(f"{type(e).__name__}: {e}".split())
+            run.say(f"WARNING: --log {self.name} ends here: {text}")
 
 
 class Logged:
@@ -197,7 +178,7 @@ class Logged:
 
     def open(self, name):
         try:
-            return Behind(name, LOGS[name](self))
+            return Sent(name, LOGS[name](self))
         except Exception as e:  # such as wandb's without a login
             why = f"{' '.join(str(e).split()) or type(e).__name__}{LOGS[name].HINT}"
             raise UserError(f"--log {name}: {why}") from None

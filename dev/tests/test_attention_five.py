@@ -19,7 +19,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from dev.bench import time_kernels
+from dev.tests import hopper
 from dev.common import gpus
 from dev.common.bf16 import to_bf16
 from dev.features.fp8.fp8 import fp8_device
@@ -83,7 +83,7 @@ def runs_on(device_name):
 def test_results(device_name):
     """dqkv and its sums, at odd sizes, with heads that share keys, with ReLU and with huge
     scores."""
-    for text in time_kernels.FIVE_CHECKS:
+    for text in hopper.FIVE_CHECKS:
         check(f"five products {text}", *checked(device_name, text))
     for text in ("B=2,T=300,NH=3,NKV=3", "B=3,T=260,NH=4,NKV=2"):  # with several sections of heads
         check(f"five products, 4 heads at once, {text}", *checked(device_name, text, "AT_ONCE=4"))
@@ -92,26 +92,26 @@ def test_results(device_name):
 def checked(device_name, text, *defined):
     """(whether five products are right at a size, what is said)."""
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        device = time_kernels.make_five_for(device_name, text, *defined)
-        wrong = time_kernels.check_five(device, text, time_kernels.VERSIONS[:1])
+        device = hopper.make_five_for(device_name, text, *defined)
+        wrong = hopper.check_five(device, text, hopper.VERSIONS[:1])
     return not wrong, said.getvalue().strip().rpartition("products: ")[2]
 
 
 def test_bits(device_name):
     """Two runs give the same bits, on a GPU in which blocks of many heads wait for each other."""
     if device_name == "cuda":
-        device = time_kernels.make_five("cuda")
+        device = hopper.make_five("cuda")
         with device.cupy.cuda.Stream(non_blocking=True):
-            said = time_kernels.same(time_kernels.filled_bench(device, "B=4,T=1000,NH=16,NKV=16"))
+            said = hopper.same(hopper.filled_bench(device, "B=4,T=1000,NH=16,NKV=16"))
         check("the same bits ten times", said.startswith("the same"), said)
 
 
 def test_model(device_name):
     """A model with this feature has the gradient that the plain one has, for batches of two
     shapes."""
-    device, found = time_kernels.make_five(device_name), []
+    device, found = hopper.make_five(device_name), []
     for kind in (GPT2, type("Five", (FiveProducts, GPT2), {})):
-        of_model = kind(time_kernels.Config128(maxT=300, V=50, Vp=64, L=1, NH=2, C=256), device, 2,
+        of_model = kind(hopper.Config128(maxT=300, V=50, Vp=64, L=1, NH=2, C=256), device, 2,
                         300)
         launched, results, draw = [], [], np.random.default_rng(1)
         with noted(device, launched):
@@ -204,7 +204,7 @@ def test_in_fp8(device_name):
     products give."""
     found = []
     for kind in (GPT2, type("GPT2", (FiveProducts, GPT2), {})):
-        device = fp8_device(device_name, time_kernels.Config128(C=256, NH=2), graph=False,
+        device = fp8_device(device_name, hopper.Config128(C=256, NH=2), graph=False,
                             beside=attention_five.SOURCES)
         device.architecture, SMALL_MODEL[kind] = kind, SMALL_MODEL[GPT2]
         model, launched = poisoned_model(device, 1, 70, fp8="all", L=1, C=256, NH=2), []
@@ -232,11 +232,11 @@ def test_others(device_name):
     outputs = re.findall(r"(\w+)\(\s*Output\b dqkv", attention_five.SOURCE.read_text("utf-8"))
     check("names of kernels that write gradients",
           len(outputs) == 2 and all("backward" in name for name in outputs))
-    for hopper, C in ((True, 128), (False, 256)):
+    for is_hopper, C in ((True, 128), (False, 256)):
         base = type("Base", (), dict(tables=classmethod(lambda cls, *sizes: {})))
         kind = type("Five", (FiveProducts, base), {})
-        tables = kind.tables(SimpleNamespace(C=C, NH=2), SimpleNamespace(hopper=hopper), 1, 64)
-        yield f"no arena, {hopper=} {C=}", np.array(len(tables)), 0, EXACT
+        tables = kind.tables(SimpleNamespace(C=C, NH=2), SimpleNamespace(hopper=is_hopper), 1, 64)
+        yield f"no arena, {is_hopper=} {C=}", np.array(len(tables)), 0, EXACT
     run = Training(SimpleNamespace())
     run.layers, run.Device = [attention_five.FEATURE], lambda dtype, c, beside: beside
     for gpu, dtype, C, wish in ((90, "bf16", 256, 2), (90, "fp8", 256, 2), (90, "bf16", 128, 0),
@@ -275,13 +275,13 @@ def plant(i):
     what, right, wrong = PLANTED[i]
     text = attention_five.SOURCE.read_text("utf-8")
     assert not right or text.count(right) == 1, f"{right!r} is there {text.count(right)} times"
-    sizes, flags = [A_SIZE, *time_kernels.FIVE_CHECKS], AS_HOPPER
+    sizes, flags = [A_SIZE, *hopper.FIVE_CHECKS], AS_HOPPER
     if what in (*FOUND, NO_RACE):
         sizes, flags = [SHARED if what == NO_WAIT else TWO_BLOCKS], RACES
     if what == NO_RACE:
         sizes.append(SHARED)
     with (tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, CXXFLAGS=flags),
-          mock.patch.object(time_kernels, "FIVE", (
+          mock.patch.object(hopper, "FIVE", (
               attention_five.SOURCES[0], Path(folder) / "attention_five.cu"))):
-        time_kernels.FIVE[1].write_text(text.replace(right, wrong) if right else text, "utf-8")
+        hopper.FIVE[1].write_text(text.replace(right, wrong) if right else text, "utf-8")
         return 0 if all(checked("emulated", text, "AT_ONCE=4")[0] for text in sizes) else NOTICED

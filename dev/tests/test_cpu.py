@@ -73,8 +73,8 @@ import sys
 from pathlib import Path
 import numpy as np
 from dev.common.config import Config
+from dev.common.program import run_main
 from dev.features.devices import make_device
-from prepro_tinyshakespeare import run_main
 
 def main():
     one = type("One", (Config,), dict(SOURCES=(Path(sys.argv[1]),)))

@@ -4,14 +4,12 @@ Resuming in FP8 is tested in dev/tests/test_resume.py, and FP8 on several ranks 
 dev/tests/test_ranks.py.
 """
 import contextlib
-import io
 import itertools
 from unittest import mock
 
 import numpy as np
 import pytest
 
-from dev.bench import roundings
 from dev.common.bf16 import master_numbers, to_bf16
 from dev.common.config import Config, read_parameters
 from dev.features.devices import make_device
@@ -633,27 +631,6 @@ def test_fixture(device_name):
             wish = 16 * in_bf16[name]  # a mantissa of 3 bits is 16 times coarser than one of 7
             check(f"{level}: gradient of {name}", error < wish,
                   f"{error:.3f}, in bf16 {in_bf16[name]:.3f}")
-
-
-def test_learned(device_name):
-    """dev/bench/roundings.py says whether a version is in the range of bf16's runs, and whether its
-    loss jumps."""
-    ramp = np.linspace(9, 4, 100)
-    spike = np.where(np.arange(100) == 60, 9.0, ramp)
-    curves = {"--dtype fp8": ramp + 0.01, "--fp8 head": spike, "--fp8 all": ramp + 0.1,
-              "-b 8": ramp + 0.02, "-b 4": ramp - 0.02, "--plain 1": ramp}
-    for versions, status, wish in ((["fp8"], 0, "| 4.2373 | -0.429 | in the range, or below |"),
-                                   (["fp8 --fp8 head"], 1, "a spike |"),
-                                   (["fp8 --fp8 all"], 1, "0.0800 above |")):
-        out = io.StringIO()
-        with (mock.patch.object(roundings, "losses_of", lambda flags: list(next(
-                (curve for name, curve in curves.items() if " ".join(flags).endswith(name)),
-                ramp))),
-              contextlib.redirect_stdout(out), contextlib.redirect_stderr(None)):
-            found = roundings.main([*versions, "--steps", "100", "--last", "10", "--", "-e", "d12"])
-        last = out.getvalue().strip().splitlines()[-3]
-        check(f"roundings {versions}", (found, last.endswith(wish)) == (status, True),
-              f"{found}: {last}")
 
 
 def test_defaults(device_name):

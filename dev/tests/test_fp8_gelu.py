@@ -12,7 +12,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from dev.bench.time_kernels import gelu_and_derivative, sums_of_rows
+from dev.tests.hopper import gelu_and_derivative, sums_of_rows
 from dev.common.bf16 import to_bf16
 from dev.common.config import Config, draw_parameters
 from dev.common.flags import parse_flags

@@ -10,7 +10,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from dev.bench import time_kernels
+from dev.tests import hopper
 from dev.bench.step_by_kernel import work_of
 from dev.common.bf16 import to_bf16
 from dev.common.config import Config, draw_parameters
@@ -83,7 +83,7 @@ def faults(pytestconfig):
 def small_device(sources=gelu_products.SOURCES, flags="-O1 -DHOPPER"):
     """A CPU with the kernels alone, as on Hopper."""
     with mock.patch.dict(os.environ, CXXFLAGS=flags), contextlib.redirect_stdout(None):
-        return Emulated("bf16", Config(C=768, NH=12), sources, only=time_kernels.GELU_KERNELS)
+        return Emulated("bf16", Config(C=768, NH=12), sources, only=hopper.GELU_KERNELS)
 
 
 def device_for(device_name):
@@ -99,9 +99,9 @@ def device_for(device_name):
 def test_products(device_name):
     """Both products and the sums against NumPy in float64, at sizes with ragged rows."""
     device = device_for(device_name)
-    for text in time_kernels.GELU_CHECKS if device else ():
-        given = time_kernels.drawn(device, **parse_sizes(text))
-        for order, found in in_each_order(device, lambda a: time_kernels.faults(device, a), given):
+    for text in hopper.GELU_CHECKS if device else ():
+        given = hopper.drawn(device, **parse_sizes(text))
+        for order, found in in_each_order(device, lambda a: hopper.faults(device, a), given):
             for what, error, limit in found:
                 check(f"{text} {order} {what}", error <= limit, f"{error:.1e}")
 
@@ -113,13 +113,13 @@ def test_saturated(device_name):
         return
     size = np.logspace(-3, 9, 128)
     x = to_float(to_bf16(np.float32(np.r_[-size[::-1], size])))
-    a = time_kernels.with_outputs(device, time_kernels.drawn(device, 130, 64))
+    a = hopper.with_outputs(device, hopper.drawn(device, 130, 64))
     device.put(a.bias, to_bf16(x))
     device.put(a.inp, np.zeros(a.inp.shape, np.uint16))
     device.put(a.fch_in, to_bf16(np.broadcast_to(x, a.fch_in.shape)))
     gelu_products.multiply_gelu(device, a.fch, a.fch_gelu, a.inp, a.w, a.bias)
     gelu_products.multiply_dgelu(device, a.dfch, None, a.dout, a.wproj, a.fch_in)
-    wish, derivative = time_kernels.gelu_and_derivative(np.float64(x))
+    wish, derivative = hopper.gelu_and_derivative(np.float64(x))
     yield "fch", device.get(a.fch), np.broadcast_to(x, a.fch.shape), EXACT
     dout, wproj = (np.float64(to_float(device.get(x))) for x in (a.dout, a.wproj))
     for name, found, right in (("gelu", a.fch_gelu, wish),
@@ -131,10 +131,10 @@ def test_saturated(device_name):
 def whole(device, text="M=580,C=384,OC=320", more_rows=0):
     """The first wrong result, or "outside" if more than N rows were written, or "". more_rows: how
     many rows more the results' tensor maps allow to store."""
-    a = time_kernels.drawn(device, **parse_sizes(text))
-    outputs = [time_kernels.array_on(device, (len(a.inp) + 2 * SHORT, a.fch_in.shape[1]), BF16)
+    a = hopper.drawn(device, **parse_sizes(text))
+    outputs = [hopper.array_on(device, (len(a.inp) + 2 * SHORT, a.fch_in.shape[1]), BF16)
                for _ in range(3)]
-    with mock.patch.object(time_kernels, "array_on", lambda device, shape, dtype: (
+    with mock.patch.object(hopper, "array_on", lambda device, shape, dtype: (
             outputs.pop()[: shape[0]] if dtype == BF16 else on_device(
                 device, np.full(shape, np.nan, dtype)))):
         kept, maps = [*outputs], gelu_products.maps
@@ -146,7 +146,7 @@ def whole(device, text="M=580,C=384,OC=320", more_rows=0):
 
         try:
             with mock.patch.object(gelu_products, "maps", wider):
-                found = time_kernels.faults(device, a)
+                found = hopper.faults(device, a)
         except UserError as e:
             return f"{e}"
     if any((device.get(x)[len(a.inp) :] != 0xffff).any() for x in kept):
@@ -195,7 +195,7 @@ def test_slow_warpgroup(folder):
 def test_no_races():
     """No access is a race."""
     device = small_device(flags=f"-O1 -DHOPPER {races.FLAG}")
-    found = time_kernels.faults(device, time_kernels.drawn(device, 150, 64))
+    found = hopper.faults(device, hopper.drawn(device, 150, 64))
     check("no races", all(error <= limit for _, error, limit in found))
 
 
@@ -204,14 +204,14 @@ def test_choice(device_name):
     device = device_for(device_name)
     if not device:
         return
-    a = time_kernels.drawn(device, 8, 128)
+    a = hopper.drawn(device, 8, 128)
     check("fits", fits(a.inp, a.w, a.fch_in))
     for what, arrays in (("a transposed weight", (a.inp, a.w.T, a.fch_in)),
                          ("part of the channels", (a.inp[:, :64], a.w, a.fch_in)),
                          ("fp32", (a.inp.view(np.float32), a.w, a.fch_in)),
                          ("a part of a result's columns", (a.inp, a.w, a.fch_in[:, :256]))):
         check(f"does not fit: {what}", not fits(*arrays))
-    b = time_kernels.drawn(device, 8, 96, 384)
+    b = hopper.drawn(device, 8, 96, 384)
     check("does not fit: 96 channels", not fits(b.inp, b.w, b.fch_in))
 
 
@@ -264,7 +264,7 @@ def test_training():
 
     def counting(name, items, *args, **more):
         launched.append(name)
-        if name in time_kernels.GELU_KERNELS:
+        if name in hopper.GELU_KERNELS:
             work.append(work_of((name, (items, 1), args), c, 2, 96, 0, {}))
         launch(name, items, *args, **more)
 
@@ -335,7 +335,7 @@ def test_compiled():
     log, used, _ = compile_cuda(text, "sm_90a", [
         "-std=c++17", "-DBF16", "-DHOPPER", *c.switches()])
     check("wgmma is not serialized", "serialized" not in log and "warning" not in log)
-    for name in time_kernels.GELU_KERNELS:
+    for name in hopper.GELU_KERNELS:
         check(f"{name} spills nothing", used[name].spilled == 0, used[name])
         check(f"{name} fits", blocks_that_fit(GPUS["9.0"], used[name], gelu_products.THREADS,
                                               gelu_products.SHARED) == 1)
@@ -347,9 +347,9 @@ def test_beside_library(device_name):
         return
     device = device_for(device_name)
     for M, C in ((4096, 768), (8192, 1600)) if device else ():
-        a = time_kernels.with_outputs(device, time_kernels.drawn(device, M, C))
-        b = time_kernels.with_outputs(device, a)
-        said = time_kernels.bits_of_gelu(device, a)
+        a = hopper.with_outputs(device, hopper.drawn(device, M, C))
+        b = hopper.with_outputs(device, a)
+        said = hopper.bits_of_gelu(device, a)
         check(f"{M, C} bits", said.startswith("the same"), said)
         library = super(gelu_products.OwnGelu, device).matmul
         library(b.fch, b.inp, b.w.T, b.bias, gelu=b.fch_gelu)

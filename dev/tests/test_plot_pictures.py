@@ -1,16 +1,13 @@
 """Test that a person can read the charts of dev/tools/plot.py: words do not overlap, axes have
 numbers, and equal runs can be told apart.
 """
-import json
 import re
 import warnings
 import xml.etree.ElementTree as ET
-from types import SimpleNamespace
 
 import numpy as np
 
-from dev.tests.checks import check, check_refusal
-from dev.tools.draw import main as draw_main, optimizers
+from dev.tests.checks import check
 from dev.tools.plot import TITLES, draw, read_run
 
 
@@ -125,38 +122,3 @@ def test_pictures(folder):
     colours = re.findall(r"<g id=\"run\d+-lr\">\s*<path[^>]*stroke: (#\w+)",
                          draw(many, "steps").decode())
     check("twelve runs have twelve colours", len(set(colours)) == len(colours) == 12, colours)
-
-
-def test_optimizers(folder):
-    """The chart of AdamW's and Muon's runs has each run's losses at its tokens and its seconds, the
-    ends of shorter runs, and no run that diverged or is of another model."""
-    def row(optimizer, steps, *losses, seconds=8.0, **more):
-        curve = [[steps * (i + 1) // len(losses), x] for i, x in enumerate(losses)]
-        setting = dict(optimizer=optimizer, steps=steps, **more)
-        return json.dumps(dict(setting=setting, loss=losses[-1], curve=curve, seconds=seconds,
-                               step_ms=1.0, device="",
-                               tokens=500_000)) + "\n"
-
-    path, picture = folder / "runs.jsonl", folder / "runs.svg"
-    path.write_text(row("adamw", 40, 9, 7, 6, 5.5) + row("adamw", 40, 8, 7, 6, 5.25, seconds=6.0) +
-                    row("muon", 40, 7, 6, 5, 4.5) + row("muon", 20, 7, 5.75, seconds=3.0) +
-                    row("muon", 40, 7, float("inf")) + row("muon", 40, 5, 3.5, model="d24") +
-                    row("muon", 40, 5, 3, tried="it"))
-    figure = optimizers(SimpleNamespace(results=path))
-    for axes, size, ends in zip(figure.axes, (0.5, None), (10, 3.0)):
-        lines = {tuple(line.get_ydata()): list(line.get_xdata()) for line in axes.lines}
-        check("runs", {*lines} == {(9, 7, 6, 5.5), (8, 7, 6, 5.25), (7, 6, 5, 4.5), (5.75,)}, lines)
-        for losses, seconds in (((9, 7, 6, 5.5), 8), ((8, 7, 6, 5.25), 6), ((7, 6, 5, 4.5), 8)):
-            wish = (size or seconds / 40) * np.array([10, 20, 30, 40])
-            yield f"{losses}: x", np.array(lines[losses]), wish, 1e-12
-        check("a shorter run", lines[5.75,] == [ends], lines)
-        thick = {line.get_ydata()[-1] for line in axes.lines if line.get_linewidth() > 2}
-        check("the best are thick", thick == {5.25, 4.5}, thick)
-    draw_main(["optimizers", "--results", str(path), "-o", str(picture)])
-    check("a picture", picture.read_text().startswith("<?xml"))
-    path.write_text(row("muon", 40, 7, 6))
-    check_refusal("Muon alone", "expected runs of AdamW and of Muon with as many steps, found muon",
-                  optimizers, SimpleNamespace(results=path))
-    path.write_text('{"loss": 1}\n')
-    check_refusal("no results", "a line lacks one of curve, device, loss", optimizers,
-                  SimpleNamespace(results=path))

@@ -11,7 +11,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from dev.bench import time_kernels
+from dev.tests import hopper
 from dev.common.bf16 import to_bf16
 from dev.common.config import Config, draw_parameters
 from dev.common.gpus import GPUS, blocks_that_fit
@@ -71,7 +71,7 @@ def faults(pytestconfig):
 def small_device(sources=swiglu_products.SOURCES, flags=SWITCHES):
     """A CPU with the kernels alone, as on Hopper."""
     with mock.patch.dict(os.environ, CXXFLAGS=flags), contextlib.redirect_stdout(None):
-        return Emulated("bf16", Config(C=768, NH=12), sources, only=time_kernels.SWIGLU_KERNELS)
+        return Emulated("bf16", Config(C=768, NH=12), sources, only=hopper.SWIGLU_KERNELS)
 
 
 def device_for(device_name):
@@ -79,7 +79,7 @@ def device_for(device_name):
     if device_name != "cuda":
         return small_device()
     try:
-        return time_kernels.make_swiglu(device_name)
+        return hopper.make_swiglu(device_name)
     except UserError as e:
         print(f"skipped: {e}")
 
@@ -88,8 +88,8 @@ def test_products(device_name):
     """Both products against NumPy in float64, at sizes with ragged rows and columns, and with more
     rows of tiles than TALL."""
     device = device_for(device_name)
-    for text in time_kernels.SWIGLU_CHECKS if device else ():
-        for order, found in in_each_order(device, time_kernels.faults_of_swiglu, device,
+    for text in hopper.SWIGLU_CHECKS if device else ():
+        for order, found in in_each_order(device, hopper.faults_of_swiglu, device,
                                           *parse_sizes(text).values()):
             for what, error, limit in found:
                 check(f"{text} {order} {what}", error <= limit, f"{error:.1e}")
@@ -100,7 +100,7 @@ def test_saturated(device_name):
     device = device_for(device_name)
     if not device:
         return
-    a = time_kernels.drawn_swiglu(device, 130, 64, 128)
+    a = hopper.drawn_swiglu(device, 130, 64, 128)
     size = np.logspace(-3, 9, 64)
     gate = to_float(to_bf16(np.float32(np.r_[-size[::-1], size])))
     both = np.broadcast_to(np.r_[np.linspace(-2, 2, 128), gate].astype(np.float32), (130, 256))
@@ -109,8 +109,8 @@ def test_saturated(device_name):
     one[:, 0] = both[0]  # fch becomes the same by a product with a unit vector
     device.put(a.w, to_bf16(one))
     device.put(a.inp, to_bf16(np.float32(np.eye(1, 64).repeat(130, 0))))
-    time_kernels.with_swiglu(device, a)
-    time_kernels.with_dswiglu(device, a)
+    hopper.with_swiglu(device, a)
+    hopper.with_dswiglu(device, a)
     rounded = np.float64(to_float(to_bf16(both)))
     yield "fch", to_float(device.get(a.fch)), rounded, EXACT
     dout, wproj = (np.float64(to_float(device.get(x))) for x in (a.dout, a.wproj))
@@ -132,8 +132,8 @@ def whole(device, text="M=2400,C=128,H=320"):
         return array[: shape[0]]
 
     try:
-        with mock.patch.object(time_kernels, "array_on", longer):
-            found = time_kernels.faults_of_swiglu(device, **parse_sizes(text))
+        with mock.patch.object(hopper, "array_on", longer):
+            found = hopper.faults_of_swiglu(device, **parse_sizes(text))
     except UserError as e:
         return f"{e}"
     if any((device.get(rows) != 0xffff).any() for rows in behind):
@@ -155,7 +155,7 @@ def test_planted(folder, faults):
 def test_no_races():
     """No access is a race."""
     device = small_device(flags=f"{SWITCHES} {races.FLAG}")
-    found = time_kernels.faults_of_swiglu(device, 150, 64, 64)
+    found = hopper.faults_of_swiglu(device, 150, 64, 64)
     check("no races", all(error <= limit for _, error, limit in found))
 
 
@@ -193,7 +193,7 @@ def test_compiled():
     log, used, _ = compile_cuda(text, "sm_90a", [
         "-std=c++17", "-DBF16", "-DHOPPER", *c.switches()])
     check("wgmma is not serialized", "serialized" not in log and "warning" not in log)
-    for name in time_kernels.SWIGLU_KERNELS:
+    for name in hopper.SWIGLU_KERNELS:
         check(f"{name} spills nothing", used[name].spilled == 0, used[name])
         check(f"{name} fits", blocks_that_fit(
             GPUS["9.0"], used[name], swiglu_products.THREADS, swiglu_products.SHARED) == 1)
@@ -205,10 +205,10 @@ def test_beside_library(device_name):
     device = device_for(device_name) if device_name == "cuda" else None
     if not device:
         return
-    a = time_kernels.drawn_swiglu(device, 4096, 2048, 8192)
-    b = time_kernels.drawn_swiglu(device, 4096, 2048, 8192)
-    said = time_kernels.same_bits(
-        lambda: (time_kernels.with_swiglu(device, a), time_kernels.with_dswiglu(device, a)),
+    a = hopper.drawn_swiglu(device, 4096, 2048, 8192)
+    b = hopper.drawn_swiglu(device, 4096, 2048, 8192)
+    said = hopper.same_bits(
+        lambda: (hopper.with_swiglu(device, a), hopper.with_dswiglu(device, a)),
         a.fch, a.fch_swiglu, a.dfch)
     check("bits", said.startswith("the same"), said)
     N, H = b.fch_swiglu.shape

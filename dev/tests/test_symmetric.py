@@ -11,7 +11,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from dev.bench import time_kernels
+from dev.tests import hopper
 from dev.common.bf16 import to_bf16
 from dev.common.config import Config
 from dev.cpu import races
@@ -94,16 +94,16 @@ def faults(pytestconfig):
 def small_device(sources=symmetric.SOURCES, flags="-O1 -DHOPPER"):
     """A CPU with the kernels and Muon's, as on Hopper."""
     with mock.patch.dict(os.environ, CXXFLAGS=flags), contextlib.redirect_stdout(None):
-        return stack(Emulated, [time_kernels.AnySide, muon.BatchOnCpu])(
+        return stack(Emulated, [hopper.AnySide, muon.BatchOnCpu])(
             "bf16", Config(C=768, NH=12), [*sources, muon.SOURCE],
-            only={*KERNELS, *time_kernels.SYMMETRIC_KERNELS})
+            only={*KERNELS, *hopper.SYMMETRIC_KERNELS})
 
 
 def device_for(device_name):
     """The device, or None if its GPU is no Hopper."""
     if device_name != "cuda":
         return small_device()
-    device = stack(device_class("cuda"), [time_kernels.AnySide, muon.BatchOnGpu])(
+    device = stack(device_class("cuda"), [hopper.AnySide, muon.BatchOnGpu])(
         "bf16", Config(C=768, NH=12), [*symmetric.SOURCES, muon.SOURCE])
     if not device.hopper:
         print("skipped: this GPU is no Hopper")
@@ -113,12 +113,12 @@ def device_for(device_name):
 def test_products(device_name):
     """The products against NumPy in float64, at sizes with ragged rows, and their symmetry."""
     device = device_for(device_name)
-    sizes = [*time_kernels.SYMMETRIC_CHECKS]
+    sizes = [*hopper.SYMMETRIC_CHECKS]
     if device_name == "cuda":  # more tiles than multiprocessors, and an odd number of them alone
         sizes += ["n=15,rows=768,columns=1032", "n=13,rows=1600,columns=640"]
     for text in sizes if device else ():
-        a = time_kernels.drawn_matrices(device, **parse_sizes(text))
-        for order, found in in_each_order(device, time_kernels.symmetric_faults, device, a):
+        a = hopper.drawn_matrices(device, **parse_sizes(text))
+        for order, found in in_each_order(device, hopper.symmetric_faults, device, a):
             for what, error, limit in found:
                 check(f"{text} {order} {what}", error <= limit, f"{error:.1e}")
 
@@ -129,14 +129,14 @@ def test_bits(device_name):
     if not device:
         return
     big = device_name == "cuda"
-    a = time_kernels.drawn_matrices(device, *((20, 768, 768) if big else (3, 264, 272)))
+    a = hopper.drawn_matrices(device, *((20, 768, 768) if big else (3, 264, 272)))
     found = []
     for _ in range(10 if big else 2):
-        out = time_kernels.array_on(device, a.gram.shape, BF16)
+        out = hopper.array_on(device, a.gram.shape, BF16)
         symmetric.multiply(device, out, a.gram, a.poly, add=a.gram, share=0.5, both_sides=True)
         found.append(device.get(out))
     check("same bits", all((each == found[0]).all() for each in found))
-    alone = time_kernels.array_on(device, a.gram[:1].shape, BF16)
+    alone = hopper.array_on(device, a.gram[:1].shape, BF16)
     symmetric.multiply(device, alone, a.gram[1:2], a.poly[1:2], add=a.gram[1:2], share=0.5,
                        both_sides=True)
     yield "one matrix of several", device.get(alone)[0], found[0][1], EXACT
@@ -174,9 +174,9 @@ def test_orthogonalize(device_name):
                 check(f"{name}: finite", np.isfinite(result).all())
                 continue
             wish = orthogonalized(to_float(to_bf16(x)))
-            error = time_kernels.off(result, wish)
+            error = hopper.off(result, wish)
             check(f"{name}: the matrix", error < 0.06, error)
-            others = time_kernels.off(beside, wish)
+            others = hopper.off(beside, wish)
             check(f"{name}: as others", error < 3 * others, (error, others))
 
 
@@ -195,14 +195,14 @@ def test_which(device_name):
     def count(rows, columns):
         multiplied.clear(), applied.clear()
         side = min(rows, columns)
-        x, y = (time_kernels.array_on(device, (2, rows, columns), BF16) for _ in "xy")
+        x, y = (hopper.array_on(device, (2, rows, columns), BF16) for _ in "xy")
         x[...] = to_bf16(np.eye(rows, columns, dtype=np.float32) / side**0.5)
         made = device.orthogonalize(
-            x, y, *(time_kernels.array_on(device, (2, side, side), BF16) for _ in "gp"),
+            x, y, *(hopper.array_on(device, (2, side, side), BF16) for _ in "gp"),
             np.ones(2, np.float32))
         check(f"{rows}x{columns}: where it is", made is x or made is y)
         wish = orthogonalized(np.eye(rows, columns) / side**0.5, device.coefficients)
-        error = time_kernels.off(to_float(made[1]), wish)
+        error = hopper.off(to_float(made[1]), wish)
         check(f"{rows}x{columns}: the result", error < 0.04, error)
         check(f"{rows}x{columns}: operations",
               sum(multiplied + applied) == device.flops_of(2, rows, columns))
@@ -236,9 +236,9 @@ def test_choice():
 def wrong(device, *sizes):
     """The first wrong result, or "stuck" or a race, or ""."""
     for text in sizes:
-        a = time_kernels.drawn_matrices(device, **parse_sizes(text))
+        a = hopper.drawn_matrices(device, **parse_sizes(text))
         try:
-            found = time_kernels.symmetric_faults(device, a)
+            found = hopper.symmetric_faults(device, a)
         except UserError as e:
             return f"{e}"
         bad = next((what for what, error, limit in found if not error <= limit), "")

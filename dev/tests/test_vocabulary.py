@@ -368,6 +368,11 @@ def test_without_network(folder):
             "Arithmetic is in fp32.") if part not in text]
         check("prose of pages, docstrings and comments",
               not missing and "import numpy" not in text, missing or text[:99])
+        sentence = "It is long enough to be kept, and it reads as a text of English prose does."
+        others = ("It is too short.", "the 0x01 | of 0x02 | the 0x03 | and 0x04 | the 0x05",
+                  "alpha beta gamma delta epsilon zeta eta theta iota kappa")
+        check("what is prose", first_text.is_prose(sentence) and
+              not any(map(first_text.is_prose, others)))
         check("of some length", 200_000 < len(text) < 2_000_000, len(text))
         with mock.patch.object(first_text, "repository_text", side_effect=AssertionError):
             check("once", first_text.first_text() == paths and answer.call_count == 1)

@@ -2,12 +2,9 @@
 
     python -m dev.tools.draw memory                              # what GPT-2 124M keeps in memory
     python -m dev.tools.draw step                                # a step's time, kernel by kernel
-    python -m dev.tools.draw loss --run runs/a --resumed 150     # the loss of a run
-    python -m dev.tools.draw optimizers                          # AdamW's and Muon's losses
 
 memory is drawn from the trainer's own tables, and needs no GPU; step from the table of kernels that
-dev/bench/benchmark.py wrote into dev/RESULTS.md; loss from a main.log; optimizers from the results
-of dev/bench/optimizers.py.
+dev/bench/benchmark.py wrote into dev/RESULTS.md.
 """
 import io
 import itertools
@@ -16,22 +13,16 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from dev.bench import optimizers as runs_of_optimizers
 from dev.bench.step_by_kernel import PRODUCTS, read_table
 from dev.common.config import Config
 from dev.common.flags import parse_flags
 from dev.common.program import run_main
 from dev.features.seams import GPT2
-from dev.tools.plot import read_run, smoothed
 from train_gpt2 import BF16, HERE, UserError, replace_file
 
 FLAGS = [
-    (None, "picture", ("memory", "step", "loss", "optimizers"), None, "which one to draw"),
+    (None, "picture", ("memory", "step"), None, "which one to draw"),
     ("-o", "--output", "name", None, "an .svg or a .png (default: dev/images/PICTURE.svg)"),
-    (None, "--run", "name", HERE / "dev/images", "the run whose loss is drawn"),
-    (None, "--resumed", "count", None, "the step after which it was resumed"),
-    (None, "--results", "name", HERE / "dev/bench/optimizers.jsonl", "what optimizers is drawn "
-     "from"),
 ]
 TEXT, FAINT = "#6e7681", "#8b949e"  # greys with enough contrast on white and on GitHub's dark page
 BLUE, GREEN, AMBER, RED, VIOLET = "#2f6fb5", "#2e8a57", "#b9770e", "#b5503a", "#7a58b0"
@@ -45,8 +36,8 @@ WHAT = {"wte": ["token embeddings"], "fch": ["MLP, before GELU"], "fch_gelu": ["
         "qkv": ["q, k and v"], "logits": ["of all words, then", "their gradient"]}
 
 
-def figure_of(width, height, panels=1):
-    """(figure, axes) of this many pixels; of several panels in a row, an array of axes."""
+def figure_of(width, height):
+    """(figure, axes) of this many pixels."""
     try:
         import matplotlib
         from matplotlib.figure import Figure
@@ -57,15 +48,9 @@ def figure_of(width, height, panels=1):
         "font.size": 11, "text.color": TEXT, "axes.labelcolor": TEXT, "xtick.color": TEXT,
         "ytick.color": TEXT, "axes.edgecolor": FAINT, "text.parse_math": False})
     figure = Figure(figsize=(width / 100, height / 100), dpi=100)
-    axes = figure.subplots(1, panels, sharey=True)
-    for each in np.ravel(axes):
-        each.spines[["top", "right", "left"]].set_visible(False)
+    axes = figure.subplots()
+    axes.spines[["top", "right", "left"]].set_visible(False)
     return figure, axes
-
-
-def headline(axes, text):
-    axes.set_title(text, loc="left", size=12.5, weight="bold", color=TEXT, pad=13)
-    axes.figure.tight_layout()
 
 
 # ---- Memory
@@ -104,7 +89,7 @@ def cell(axes, colour, row, x, y, wide, tall):
                   size=9 if i else 10.5, alpha=0.85 if i else 1, ha="center", va="center")
 
 
-def memory(flags):
+def memory():
     """Columns with widths proportional to their memory, and a rectangle for each tensor."""
     tables = GPT2.tables(Config(), SimpleNamespace(real=BF16), B=4, T=1024)
     sizes = {arena: sum(row.nbytes for row in table) for arena, table in tables.items()}
@@ -139,7 +124,7 @@ def memory(flags):
 # ---- A step, kernel by kernel
 
 
-def step(flags):
+def step():
     """A bar for each kernel, as long as its time. The solid part is the time that it would take at
     the GPU's rate of large products or of copies."""
     title, kernels = read_table((HERE / "dev/RESULTS.md").read_text(encoding="utf-8"))
@@ -165,92 +150,9 @@ def step(flags):
     axes.tick_params(left=False)
     axes.set_xlabel("solid: the least that the rate of a large product, or of a copy, allows",
                     size=10.5, loc="left", labelpad=10)
-    headline(axes, f"GPT-2 {title}: {total:.1f} ms of kernels in a step")
-    return figure
-
-
-# ---- The loss of a run
-
-
-def loss(flags):
-    """Training loss, raw and smoothed; validation loss; a dot where the run was resumed."""
-    series = read_run(flags.run).series
-    if not {"loss", "val loss"} <= series.keys():
-        raise UserError(f"{flags.run}: expected training and validation losses in main.log")
-    (steps, values), (at, found) = series["loss"], series["val loss"]
-    smooth = smoothed(values, 2 * (len(values) // 100) + 1)
-    figure, axes = figure_of(860, 400)
-    axes.plot(steps, values, color=BLUE, alpha=0.3, linewidth=1)
-    axes.plot(steps, smooth, color=BLUE, linewidth=2, label="training, smoothed")
-    axes.plot(at, found, "o", color=AMBER, markersize=7, markeredgecolor="white",
-              markeredgewidth=0.8, label="validation")
-    if flags.resumed:
-        axes.plot(flags.resumed, np.interp(flags.resumed, steps, smooth), "o", color=RED,
-                  markersize=10, markeredgecolor="white", zorder=5, label="resumed")
-    low, high = np.nanmin(np.r_[smooth, found]), values[int(0.03 * len(values))]
-    axes.set(xlim=(0, 1.09 * steps[-1]), ylim=(1.06 * low - 0.06 * high, high), xlabel="step")
-    best = np.nanargmin(found)
-    axes.annotate(f"{found[best]:.2f}", (at[best], found[best]), (0, 11), ha="center",
-                  textcoords="offset points", size=13, weight="bold", color=AMBER)
-    axes.grid(axis="y", color=FAINT, alpha=0.25, linewidth=0.8)
-    axes.tick_params(length=0, pad=6)
-    axes.legend(frameon=False, fontsize=11.5, labelcolor=TEXT, loc="upper right")
-    headline(axes, "loss, nats per token")
-    return figure
-
-
-# ---- The losses of optimizers
-
-
-def runs_by_optimizer(rows):
-    """({optimizer: [rows]} of the runs with the most steps, the lowest last loss first; the rows of
-    shorter runs), without runs that diverged, and those of another model than the first row's or of
-    a branch ("tried")."""
-    rows = [row for row in rows if np.isfinite(row["loss"]) and "tried" not in row["setting"]
-            and row["setting"].get("model") == rows[0]["setting"].get("model")]
-    most = max((row["setting"]["steps"] for row in rows), default=0)
-    found, shorter = {}, []
-    for row in sorted(rows, key=lambda row: row["loss"]):
-        setting = row["setting"]
-        same = found.setdefault(setting["optimizer"], []) if setting["steps"] == most else shorter
-        same.append(row)
-    return found, shorter
-
-
-def optimizers(flags):
-    """Validation losses of all runs of a number of steps, the best of each optimizer thick, against
-    tokens and against seconds without validations. Steps of a run take equally long. Dots are the
-    ends of shorter runs, whose rates fall to 0 earlier."""
-    found, shorter = runs_by_optimizer(runs_of_optimizers.read(Path(flags.results)))
-    if {*found} != {"adamw", "muon"}:
-        raise UserError(f"{flags.results}: expected runs of AdamW and of Muon with as many steps, "
-                        f"found {' and '.join(found) or 'none'}: dev/bench/optimizers.py makes "
-                        "them")
-    figure, panels = figure_of(860, 400, panels=2)
-    for name, shown, colour in (("adamw", "AdamW", AMBER), ("muon", "Muon", BLUE)):
-        for i, row in enumerate(found[name]):
-            steps, losses = np.array(row["curve"]).T
-            of_step = row["tokens"] / 1e6, row["seconds"] / row["setting"]["steps"]
-            label = f"{shown}, {len(found[name])} runs" if i == 0 else None
-            for axes, size in zip(panels, of_step):
-                axes.plot(size * steps, losses, color=colour, alpha=0.25 if i else 1,
-                          linewidth=1 if i else 2.5, label=label, zorder=2 if i else 3)
-                if i == 0:
-                    axes.annotate(f"{losses[-1]:.2f}", (size * steps[-1], losses[-1]), (6, -4),
-                                  textcoords="offset points", weight="bold", color=colour)
-    for i, row in enumerate(shorter):
-        colour = BLUE if row["setting"]["optimizer"] == "muon" else AMBER
-        tokens = row["tokens"] / 1e6 * row["setting"]["steps"]
-        for axes, x in zip(panels, (tokens, row["seconds"])):
-            axes.plot(x, row["loss"], "o", color=colour, markersize=5.5, markeredgecolor="white",
-                      zorder=4, label="ends of shorter runs" if i == 0 else None)
-    for axes, unit in zip(panels, ("million tokens", "seconds of training")):
-        axes.set_xlim(0, 1.15 * axes.dataLim.x1)
-        axes.set_xlabel(unit)
-        axes.grid(axis="y", color=FAINT, alpha=0.25, linewidth=0.8)
-        axes.tick_params(length=0, pad=6)
-    panels[0].legend(frameon=False, fontsize=11.5, labelcolor=TEXT, loc="upper right")
-    headline(panels[0], "validation loss, nats per token")
+    axes.set_title(f"GPT-2 {title}: {total:.1f} ms of kernels in a step", loc="left", size=12.5,
+                   weight="bold", color=TEXT, pad=13)
+    figure.tight_layout()
     return figure
 
 
@@ -260,8 +162,7 @@ def main(arguments=None):
     if path.suffix not in (".svg", ".png"):
         raise UserError(f"-o {path}: expected a name that ends in .svg or .png")
     out = io.BytesIO()
-    pictures = {"memory": memory, "step": step, "loss": loss, "optimizers": optimizers}
-    figure = pictures[flags.picture](flags)
+    figure = {"memory": memory, "step": step}[flags.picture]()
     figure.savefig(out, format=path.suffix[1:], transparent=True, dpi=200,
                    metadata={"Date": None} if path.suffix == ".svg" else None)
     picture = out.getvalue()

@@ -3,7 +3,8 @@
 GGUF (github.com/ggml-org/ggml/blob/master/docs/gguf.md) is little-endian: "GGUF", version 3, the
 numbers of tensors and of fields; the fields: name, type, value; for each tensor its name, its shape
 from the last axis to the first, its type, and where it begins; then the numbers, each tensor at a
-multiple of 32 bytes. A text is its length in 8 bytes, and UTF-8.
+multiple of 32 bytes. A text is its length in 8 bytes, and UTF-8. The gguf package, with which the
+tests read, cannot write an empty list, and llama.cpp wants one of joins where words are bytes.
 
 llama.cpp wants a linear layer's weight as (out, in), and RoPE's pairs of channels side by side, as
 a checkpoint has them. Norms, biases and positions are fp32. Llama 3.1's slower RoPE is a tensor of

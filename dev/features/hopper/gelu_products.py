@@ -7,7 +7,7 @@ one tile while they apply GELU to another. The one of the backward pass also sum
 100 more for the sums, and 571 here with them. Without GELU it takes 450. Our times are from another
 call than cuBLASLt's.
 
-dev/bench/time_kernels.py checks the kernels and times them beside cuBLASLt.
+dev/tests/hopper.py has what their tests check with.
 """
 import ctypes
 from pathlib import Path

@@ -4,8 +4,7 @@ As cuBLASLt's epilogues know no SwiGLU, kernels of the trainer apply it between 
 read and write the MLP's hidden channels once more for that. Here the product that makes up and gate
 also makes up * silu(gate), and the product that would make its gradient makes those of up and gate.
 
-dev/bench/time_kernels.py checks the kernels and times them beside cuBLASLt and those of the
-trainer.
+dev/tests/hopper.py has what their tests check with.
 """
 from pathlib import Path
 

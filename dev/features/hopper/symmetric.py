@@ -19,7 +19,7 @@ X is rounded less often.
 X is not divided by its norm, which would be a pass over memory. The first G is scaled instead, in
 fp32, before it is rounded: G = X X' / norm^2, and the polynomial that multiplies X is P / norm.
 
-dev/bench/time_kernels.py checks the kernels and times them beside cuBLASLt.
+dev/tests/hopper.py has what their tests check with.
 """
 from pathlib import Path
 

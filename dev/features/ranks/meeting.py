@@ -4,7 +4,8 @@ Rank 0 listens, and the other ranks connect to it over TCP. They learn its addre
 token from the environment, or from a file that only their user can read. When all ranks are there,
 rank 0 stops listening. The connections carry small messages, each a length in 4 bytes and then
 JSON, and signs of life. The job ends on all ranks if a rank's connection ends, if it gives no sign
-of life, or if it does not come to where the others wait.
+of life, or if it does not come to where the others wait. (cupyx.distributed has a store for ranks
+to meet at, but beside a dead rank its barrier waits for ever, and it needs CuPy.)
 """
 import contextlib
 import hashlib

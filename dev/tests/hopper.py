@@ -1,35 +1,18 @@
-"""Check and time kernels for Hopper beside what they replace: attention's gradient with five
-products, attention_five.cu; the products with GELU, gelu_products.cu, and with SwiGLU,
-swiglu_products.cu; Muon's symmetric products, symmetric.cu.
+"""Kernels for Hopper, for their tests: inputs, and what is wrong with results beside NumPy in
+float64. Attention's gradient with five products, attention_five.cu; the products with GELU,
+gelu_products.cu, and with SwiGLU, swiglu_products.cu; Muon's symmetric products, symmetric.cu.
 
-    python -m dev.bench.time_kernels five                  # on a Hopper GPU: checks, then times
-    python -m dev.bench.time_kernels five --shape B=8,T=2048,NH=16 --try AT_ONCE=8,AT_ONCE=32
-    python -m dev.bench.time_kernels gelu --shape "M=65536,C=768;M=8192,C=1600"
-    python -m dev.bench.time_kernels swiglu --shape "M=8192,C=2048,H=8192"
-    python -m dev.bench.time_kernels symmetric --shape "n=48,rows=768,columns=768"
-    CXXFLAGS="-O1 -DHOPPER" python -m dev.bench.time_kernels gelu --device emulated  # only checks
-    CXXFLAGS="-O1 -DHOPPER -fsanitize=thread" \\
-        python -m dev.bench.time_kernels five --device emulated --shape T=150  # finds races
-
-They are checked against NumPy in float64 at small sizes. Times are medians in microseconds. Those
-of five stand beside the trainer's kernels with seven products, and cuDNN's gradient if PyTorch is
-installed; those of swiglu beside cuBLASLt's products with the trainer's kernels for SwiGLU; those
-of the others beside cuBLASLt's. M is the number of rows, B*T; n the number of
-matrices.
+M is the number of rows, B*T; n the number of matrices.
 """
 import dataclasses
 import functools
 import os
 from types import SimpleNamespace
-from unittest import mock
 
 import numpy as np
 
 from dev.common.bf16 import to_bf16
-from dev.common.config import Config
-from dev.common.flags import parse_flags
 from dev.common.gpus import capability
-from dev.common.program import run_main
 from dev.cpu.emulated import Emulated
 from dev.features.declare import stack
 from dev.features.devices import FastCuda, device_class
@@ -38,26 +21,15 @@ from dev.features.hopper.attention_five import (
     HOPPER, ROWS, SOURCES as FIVE, blocks_of_keys, five_table, launch_delta, launch_dq,
     launch_five)
 from dev.features.hopper.gelu_products import (
-    LONG, SOURCES as GELU, OwnGelu, multiply_dgelu, multiply_gelu)
+    LONG, multiply_dgelu, multiply_gelu)
 from dev.features.hopper import swiglu_products, symmetric
-from dev.features.muon import BatchOnCpu, BatchOnGpu
 from dev.features.products import TimedProducts
-from dev.lab import heads, timing
+from dev.lab import heads
 from dev.lab.bench import BF16_LIMIT, Bench
 from dev.lab.formulas import dswiglu, swiglu
 from dev.lab.ladder import ANY, Ladder, SwitchedConfig, Version, parse_sizes
 from dev.llama3.train_llama3 import Config3
 from train_gpt2 import BF16, UserError, read_kernels, to_float
-
-FLAGS = [
-    (None, "kernels", ("five", "gelu", "swiglu", "symmetric"), None, "which to check and to time"),
-    (None, "--device", ("emulated", "cuda"), "cuda", "emulated: only checks"),
-    (None, "--shape", str, None, "sizes to time, or on a CPU to check, several after one another: "
-     "B=8,T=2048,NH=16, M=65536,C=768;M=8192,C=1600, M=8192,C=2048,H=8192 or "
-     "n=12,rows=768,columns=3072"),
-    (None, "--no-check", "switch", 0, "1: only time"),
-    (None, "--try", str, "AT_ONCE=16", "what to compile five with, in turn: AT_ONCE=8,AT_ONCE=32"),
-]
 
 
 def check_hopper(name, source):
@@ -91,17 +63,12 @@ def same_bits(run, *outputs):
     return "the same bits ten times"
 
 
-def us(device, *works):
-    return f"{1e6 * timing.time_rounds(device, works):.0f}"
-
-
 # ---- Attention's gradient with five products
 
 FIVE_CHECKS = ("B=1,T=1,NH=2,NKV=2", "B=2,T=33,NH=3,NKV=3", "B=1,T=150,NH=2,NKV=2",
                "B=2,T=300,NH=3,NKV=3", "B=1,T=260,NH=4,NKV=2", "B=1,T=200,NH=2,NKV=1,relu=1",
                "B=1,T=140,NH=2,NKV=2,cold=1", "B=1,T=640,NH=2,NKV=2", "B=1,T=260,NH=6,NKV=1")
 FIVE_SHAPE = "B=8,T=2048,NH=16,NKV=16"
-ON_CPU = dict(B=1, T=150, NH=2, NKV=2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,11 +123,6 @@ def gradients(device, a):
 
 
 @with_sums
-def round_dq(device, a):
-    launch_dq(device, a, a.dqkv, None, a.scale, a.B, a.T, a.NH)
-
-
-@with_sums
 def five(device, a):
     delta(device, a)
     gradients(device, a)
@@ -168,8 +130,6 @@ def five(device, a):
 
 
 seven = with_sums(heads.trainers_backward)
-trainers_q = with_sums(heads.trainers_backward_q)
-trainers_kv = with_sums(heads.trainers_backward_kv)
 
 
 VERSIONS = [Version(what, run, threads=(), scratch=scratch) for what, run in (
@@ -265,45 +225,10 @@ def same(bench):
     return f"{said if off < 1e-2 else 'error'}: {off:.1e} from seven products"
 
 
-def time_five(device, text, peers):
-    """Print the times at a size, and with peers those of others. Returns whether results are
-    wrong."""
-    bench = filled_bench(device, text)
-
-    def seconds(run):
-        return us(device, *bench.launches(VERSIONS[0]._replace(run=run), {}))
-
-    said = same(bench)
-    print(said, flush=True)
-    for _ in range(2):
-        words = [f"five {seconds(five)}: delta {seconds(delta)}, dq {seconds(round_dq)}"]
-        if peers:
-            words += [f"seven {seconds(seven)}: q {seconds(trainers_q)}, kv {seconds(trainers_kv)}"]
-            library = timing.time_torch(bench)
-            words += [f"cuDNN {1e6 * library:.0f}"] * bool(library)
-        print(f"{text}, us: {'; '.join(words)}", flush=True)
-    return said.startswith("error")
-
-
-def shape_of_five(text, on_gpu):
-    """All sizes in words, with defaults for those that are not in the text. Raises UserError."""
-    asked, known = parse_sizes(text) if text else {}, parse_sizes(FIVE_SHAPE)
-    if not asked.keys() <= known.keys() or min(asked.values(), default=1) < 1:
-        raise UserError(f"--shape {text}: expected sizes from 1 on, of {', '.join(known)}")
-    if "NH" in asked:
-        asked.setdefault("NKV", asked["NH"])
-    asked = (known if on_gpu else ON_CPU) | asked
-    if asked["NH"] % asked["NKV"]:
-        raise UserError(f"--shape {text}: expected NH, {asked['NH']}, to be a multiple of NKV, "
-                        f"{asked['NKV']}")
-    return ",".join(f"{name}={size}" for name, size in asked.items())
-
-
 # ---- The products with GELU
 
 GELU_KERNELS = {"matmul_gelu", "matmul_dgelu"}
 GELU_CHECKS = ("M=1,C=64", "M=129,C=64", "M=300,C=192", "M=640,C=384,OC=320")
-GELU_SHAPE = "M=65536,C=768"
 
 
 def gelu_and_derivative(x):
@@ -311,15 +236,6 @@ def gelu_and_derivative(x):
     root, inner = np.sqrt(2 / np.pi), x + 0.044715 * x**3
     t = np.tanh(root * inner)
     return x / 2 * (1 + t), (1 + t) / 2 + x / 2 * (1 - t * t) * root * (1 + 3 * 0.044715 * x * x)
-
-
-def make_gelu(name, *_):
-    """A device with the kernels, for all sizes. Raises UserError."""
-    check_hopper(name, GELU[-1])
-    config = Config(C=768, NH=12)
-    if name == "emulated":
-        return Emulated("bf16", config, GELU, only=GELU_KERNELS)
-    return stack(FastCuda, [OwnGelu, TimedProducts])("bf16", config, GELU)
 
 
 def array_on(device, shape, dtype):
@@ -395,63 +311,10 @@ def faults(device, a):
             ("sums", off(sums, sums_of_rows(wish, LONG)), 1e-4)]
 
 
-def check_gelu(device, text):
-    """Check both at a size. Returns how many results are wrong."""
-    found = faults(device, drawn(device, **parse_sizes(text)))
-    print(f"{text}: " + ", ".join(f"{what} {error:.1e}{'' if error <= limit else ' WRONG'}"
-                                  for what, error, limit in found), flush=True)
-    return sum(not error <= limit for _, error, limit in found)
-
-
-def most_apart(ours, theirs):
-    """(the largest difference, NaN if there is one; the largest number), of arrays on a GPU."""
-    parts = [[to_float(x[i : i + 4096]).astype(np.float32) for x in (ours, theirs)]
-             for i in range(0, len(ours), 4096)]
-    return (float(np.max([float(abs(x - y).max()) for x, y in parts])),
-            max(float(abs(y).max()) for _, y in parts))
-
-
-def time_gelu(device, text, peers):
-    """Print the times at a size beside cuBLASLt's, and how far its results are from ours. Returns
-    whether results are wrong."""
-    a = with_outputs(device, drawn(device, **parse_sizes(text)))
-    b = with_outputs(device, a)
-    library = super(OwnGelu, device).matmul
-    said = bits_of_gelu(device, a)
-    library(b.fch, b.inp, b.w.T, b.bias, gelu=b.fch_gelu)
-    library(b.dfch, b.dout, b.wproj, dgelu_at=b.fch_in)
-    apart = ("{} max difference {:.2g} of {:.2g}".format(name, *most_apart(
-        getattr(a, name), getattr(b, name))) for name in ("fch", "fch_gelu", "dfch"))
-    print(f"{text}: {'; '.join([said, *apart])}", flush=True)
-    rows = {  # what: the work
-        "ours: gelu": lambda: gelu(device, a), "dgelu": lambda: dgelu(device, a),
-        "without sums": lambda: multiply_dgelu(device, a.dfch, None, a.dout, a.wproj, a.fch_in),
-        "cuBLASLt: gelu": lambda: library(b.fch, b.inp, b.w.T, b.bias, gelu=b.fch_gelu),
-        "its dgelu": lambda: library(b.dfch, b.dout, b.wproj, dgelu_at=b.fch_in),
-        "plain forward": lambda: library(b.fch, b.inp, b.w.T),
-        "plain backward": lambda: library(b.dfch, b.dout, b.wproj),
-        "with bias": lambda: library(b.fch, b.inp, b.w.T, b.bias)}
-    for _ in range(2):
-        words = ", ".join(f"{what} {us(device, work)}" for what, work in rows.items())
-        print(f"{text}, us: {words}", flush=True)
-    return said.startswith("error")
-
-
-def shape_of_gelu(text, on_gpu):
-    """The sizes in words, or the default. Raises UserError."""
-    sizes = parse_sizes(text or GELU_SHAPE)
-    if not {"M", "C"} <= sizes.keys() <= {"M", "C", "OC"} or not all(sizes.values()) or (
-            sizes["C"] % 64 or sizes.get("OC", 0) % 64):
-        raise UserError(f"--shape {text}: expected M, C and perhaps OC, with C and OC multiples of "
-                        "64, such as M=8192,C=1600")
-    return text or GELU_SHAPE
-
-
 # ---- The products with SwiGLU
 
 SWIGLU_KERNELS = {"matmul_swiglu", "matmul_dswiglu"}
 SWIGLU_CHECKS = ("M=1,C=64,H=64", "M=129,C=64,H=192", "M=300,C=192,H=256", "M=2700,C=64,H=192")
-SWIGLU_SHAPE = "M=8192,C=2048,H=8192"  # Llama 3.2 1B at B=4, T=2048
 
 
 def make_swiglu(name, *_):
@@ -497,84 +360,17 @@ def faults_of_swiglu(device, M, C, H):
             ("dfch", off(dfch, wish), BF16_LIMIT), ("in place", 1 - in_place, 0)]
 
 
-def check_swiglu(device, text):
-    """Check both at a size. Returns how many results are wrong."""
-    found = faults_of_swiglu(device, **parse_sizes(text))
-    print(f"{text}: " + ", ".join(f"{what} {error:.1e}{'' if error <= limit else ' WRONG'}"
-                                  for what, error, limit in found), flush=True)
-    return sum(not error <= limit for _, error, limit in found)
-
-
-def time_swiglu(device, text, peers):
-    """Print the times at a size beside cuBLASLt's products and the trainer's kernels, and how far
-    their results are from ours. Returns whether results are wrong."""
-    a = drawn_swiglu(device, **parse_sizes(text))
-    b = SimpleNamespace(**{**vars(a), **{name: array_on(device, getattr(a, name).shape, BF16)
-                                         for name in ("fch", "fch_swiglu", "dfch")}})
-    N, H = a.fch_swiglu.shape
-    said = same_bits(lambda: (with_swiglu(device, a), with_dswiglu(device, a)),
-                     a.fch, a.fch_swiglu, a.dfch)
-
-    def apply():
-        device.launch("swiglu_forward", N * H, b.fch_swiglu, b.fch, N, H)
-
-    def gradient():
-        device.launch("swiglu_backward", N * H, b.dfch, b.fch_swiglu, b.fch_in, N, H)
-
-    device.matmul(b.fch, b.inp, b.w.T)
-    apply()
-    apart = ["{} max difference {:.2g} of {:.2g}".format(name, *most_apart(
-        getattr(a, name), getattr(b, name))) for name in ("fch", "fch_swiglu")]
-    device.matmul(b.fch_swiglu, b.dout, b.wproj)
-    gradient()
-    apart += ["dfch max difference {:.2g} of {:.2g}".format(*most_apart(a.dfch, b.dfch))]
-    print(f"{text}: {'; '.join([said, *apart])}", flush=True)
-    rows = {"ours: swiglu": lambda: with_swiglu(device, a),
-            "dswiglu": lambda: with_dswiglu(device, a),
-            "cuBLASLt: up and gate": lambda: device.matmul(b.fch, b.inp, b.w.T),
-            "and the kernel": lambda: (device.matmul(b.fch, b.inp, b.w.T), apply()),
-            "gradient": lambda: device.matmul(b.fch_swiglu, b.dout, b.wproj),
-            "and the kernel's": lambda: (device.matmul(b.fch_swiglu, b.dout, b.wproj), gradient())}
-    for _ in range(2):
-        words = ", ".join(f"{what} {us(device, work)}" for what, work in rows.items())
-        print(f"{text}, us: {words}", flush=True)
-    return said.startswith("error")
-
-
-def shape_of_swiglu(text, on_gpu):
-    """The sizes in words, or the default. Raises UserError."""
-    sizes = parse_sizes(text or SWIGLU_SHAPE)
-    if not sizes.keys() == {"M", "C", "H"} or not all(sizes.values()) or (
-            sizes["C"] % 64 or sizes["H"] % 64):
-        raise UserError(f"--shape {text}: expected M, C and H, with C and H multiples of 64, such "
-                        f"as {SWIGLU_SHAPE}")
-    return text or SWIGLU_SHAPE
-
-
 # ---- Muon's symmetric products
 
 SYMMETRIC_KERNELS = {"matmul_symmetric", "matmul_gram", "matmul_gram_of_columns"}
 SYMMETRIC_CHECKS = ("n=1,rows=16,columns=16", "n=3,rows=136,columns=72", "n=2,rows=200,columns=264",
                     "n=3,rows=392,columns=392")
-SYMMETRIC_SHAPE = ("n=48,rows=768,columns=768;n=12,rows=768,columns=3072;"
-                   "n=12,rows=3072,columns=768")
 FACTORS = dict(factor=0.5, share=-2.0, diagonal=3.0)
 
 
 class AnySide(symmetric.OwnSymmetric):
     """The kernels multiply small matrices, too."""
     smallest = 0
-
-
-def make_symmetric(name, *_):
-    """A device with the kernels, for all sizes. Raises UserError."""
-    check_hopper(name, symmetric.SOURCE)
-    config = Config(C=768, NH=12)
-    if name == "emulated":
-        return stack(Emulated, [AnySide, BatchOnCpu])(
-            "bf16", config, symmetric.SOURCES, only=SYMMETRIC_KERNELS)
-    return stack(FastCuda, [AnySide, BatchOnGpu, TimedProducts])(
-        "bf16", config, symmetric.SOURCES)
 
 
 def drawn_matrices(device, n, rows, columns):
@@ -641,104 +437,3 @@ def symmetric_faults(device, a):
         found += [(what, off(np.where(below, turned, product), wish), BF16_LIMIT),
                   (f"{what}: sides", (below & ~right).sum(), 0)]
     return found
-
-
-def check_symmetric(device, text):
-    """Check the products at a size. Returns how many results are wrong."""
-    found = symmetric_faults(device, drawn_matrices(device, **parse_sizes(text)))
-    print(f"{text}: " + ", ".join(f"{what} {error:.1e}{'' if error <= limit else ' WRONG'}"
-                                  for what, error, limit in found), flush=True)
-    return sum(not error <= limit for _, error, limit in found)
-
-
-def time_symmetric(device, text, peers):
-    """Print the times of Muon's products at a size, and of all of an orthogonalization, beside
-    cuBLASLt's. Returns whether results are wrong."""
-    a = drawn_matrices(device, **parse_sizes(text))
-    x, y, out = a.x, array_on(device, a.x.shape, BF16), array_on(device, a.gram.shape, BF16)
-    device.put(a.scales, np.ones(len(x), np.float32))
-    of_a, of_b, of_c = device.coefficients[0]
-    across = x.transpose(0, 2, 1)
-    tall = x.shape[1] > x.shape[2]
-    by = (x, a.poly) if tall else (a.poly, x)
-    said = same_bits(lambda: symmetric_products(device, a)["poly"][0](out), out)
-    print(f"{text}: {said}", flush=True)
-    library = device.matmul_batch
-
-    def whole(orthogonalize):
-        def run():
-            orthogonalize(x, y, a.gram, a.poly, a.scales)
-        return us(device, run)
-
-    for _ in range(2):
-        rows = {
-            "gram": (lambda: symmetric.multiply_gram(device, out, x, a.scales),
-                     lambda: library(out, *((across, x) if tall else (x, across)))),
-            "poly": (lambda: symmetric.multiply(device, out, a.gram, add=a.gram, **FACTORS),
-                     lambda: library(out, a.gram, a.gram, of_c, a.gram, of_b)),
-            "poly on both sides": (
-                lambda: symmetric.multiply(device, out, a.gram, add=a.gram, both_sides=True,
-                                           scales=a.scales, **FACTORS),
-                lambda: library(out, a.gram, a.gram, of_c, a.gram, of_b)),
-            "of two": (lambda: symmetric.multiply(device, out, a.gram, a.poly),
-                       lambda: library(out, a.gram, a.poly))}
-        words = [f"{what} {us(device, ours)} ({us(device, theirs)})"
-                 for what, (ours, theirs) in rows.items()]
-        words += [f"next x {us(device, lambda: library(y, *by))}, "
-                  f"with an addend {us(device, lambda: library(y, *by, 1.0, x, of_a))}"]
-        print(f"{text}, us, ours (cuBLASLt's): {', '.join(words)}", flush=True)
-    words = [f"cuBLASLt {whole(super(symmetric.OwnSymmetric, device).orthogonalize)}"]
-    side, length = sorted(x.shape[1:])
-    # A chain keeps two results in y, which only such matrices have room for
-    for chains in ((1, 1, 1, 1), *[(2, 1, 1), (2, 2)] * (length >= 2 * side)):
-        with mock.patch.object(symmetric, "chains_of", lambda *sizes, chains=chains: chains):
-            words.append(f"ours {chains} {whole(device.orthogonalize)}")
-    print(f"{text}, us, an orthogonalization: {', '.join(words)}", flush=True)
-    return said.startswith("error")
-
-
-def shape_of_symmetric(text, on_gpu):
-    """The sizes in words, or the default. Raises UserError."""
-    sizes = parse_sizes(text)
-    if not sizes.keys() == {"n", "rows", "columns"} or not all(sizes.values()) or (
-            sizes["rows"] % 8 or sizes["columns"] % 8):
-        raise UserError(f"--shape {text}: expected n, rows and columns, with rows and columns "
-                        "multiples of 8, such as n=12,rows=768,columns=3072")
-    return text
-
-
-# ---- The program
-
-
-KINDS = {"five": (shape_of_five, FIVE_CHECKS, make_five_for, check_five, time_five),
-         "gelu": (shape_of_gelu, GELU_CHECKS, make_gelu, check_gelu, time_gelu),
-         "swiglu": (shape_of_swiglu, SWIGLU_CHECKS, make_swiglu, check_swiglu, time_swiglu),
-         "symmetric": (shape_of_symmetric, SYMMETRIC_CHECKS, make_symmetric, check_symmetric,
-                       time_symmetric)}
-DEFAULT_SHAPES = {"symmetric": SYMMETRIC_SHAPE}
-
-
-def main(arguments=None):
-    flags = parse_flags(__doc__, FLAGS, arguments)
-    shape_of, checks, make, check, time = KINDS[flags.kernels]
-    wrong, on_gpu = 0, flags.device == "cuda"
-    asked = flags.shape or DEFAULT_SHAPES.get(flags.kernels, "")
-    shapes = [shape_of(text, on_gpu) for text in asked.split(";")]
-    if flags.shape and not on_gpu:
-        checks = shapes
-    tries = getattr(flags, "try").split(",") if flags.kernels == "five" else [""]
-    for i, tried in enumerate(tries):
-        print(tried or flags.kernels)
-        defined = tried.split("+")
-        if not flags.no_check:
-            wrong += sum(check(make(flags.device, text, *defined), text)
-                         for text in (checks if i == 0 else checks[-1:]))
-        for text in shapes if on_gpu and not wrong else ():
-            device = make(flags.device, text, *defined)
-            with device.cupy.cuda.Stream(non_blocking=True):  # the default is not recorded
-                wrong += time(device, text, peers=i == 0)
-    return 1 if wrong else 0
-
-
-if __name__ == "__main__":
-    run_main(main)
