@@ -126,6 +126,7 @@ def repeat(model, batches):
         model.device.zero(model.arenas[name])  # nothing is left of the failed step
     model.device.zero(model.adam.verdict[:2])  # except whether updates are stopped
     model.micros = len(batches)
+    model.sharing = model.count
     try:
         for model.micro, batch in enumerate(batches):
             model.set_batch(batch)
@@ -136,7 +137,7 @@ def repeat(model, batches):
     except Found as e:
         return f"the first number that is not finite is {e}; micro-batch {model.micro}"
     finally:
-        model.micro, model.micros = 0, 1
+        model.micro, model.micros, model.sharing = 0, 1, 1
     return None
 
 

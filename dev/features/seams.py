@@ -13,6 +13,7 @@ class GPT2(train_gpt2.GPT2):
     Config = Config
     rank = 0  # the index of this process
     count = 1  # how many processes share each batch
+    sharing = 1  # how many share the one that is computed: not a validation's
     Training = None  # a class in front of Training; what else its run needs
     state_version = 1  # of its state files; those of another optimizer than AdamW have another
     uncut = ()  # names of tensors whose layers several ranks share out whole: see ranks/zero.py

@@ -93,7 +93,10 @@ class FilesLoader(DataLoader):
         self.open(0)
 
     def batch(self, i):
+        """This rank's rows of batch i."""
         tokens, targets = super().batch(i)
+        start = i * self.size + self.rank * self.own * self.T
+        self.where = f"{self.path}, tokens {start} to {start + self.own * self.T}"
         return tokens[self.rows], targets[self.rows]
 
     def position(self):

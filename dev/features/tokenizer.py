@@ -161,7 +161,7 @@ class Tokenized:
 
     def decode(self, tokens):
         words = self.words()
-        of_gpt2 = words and not self.vocabulary and self.config.V == train_gpt2.Config.V
+        of_gpt2 = not self.vocabulary and self.config.V == len(words) == train_gpt2.Config.V
         return super().decode(tokens) if of_gpt2 else decode(tokens, words)
 
 

@@ -145,8 +145,9 @@ import numpy as np
 from dev.features.ranks.collectives import Mpi
 from dev.features.ranks.ranks import Ranked
 from dev.features.ranks.zero import Sharded
+from dev.features.seams import GPT2
 Ranked.at_once = 1  # each layer by itself
-waiting, train_step, next_logits = [], Sharded.train_step, train_gpt2.GPT2.next_logits
+waiting, train_step, next_logits = [], Sharded.train_step, GPT2.next_logits
 def late(call):
     return lambda *args: waiting.append((call, args))
 for name in ("sum", "largest", "sum_pieces", "sum_at", "gather", "copy_from", "after"):
@@ -168,7 +169,7 @@ def finite_logits(model, tokens):
     logits = next_logits(model, tokens)
     assert np.isfinite(logits).all(), "a sample has read parameters that are not gathered"
     return logits
-train_gpt2.GPT2.next_logits = finite_logits
+GPT2.next_logits = finite_logits
 """
 
 

@@ -216,7 +216,7 @@ def test_ranks_and_micro_batches(device_name):
     total = {}
     for rank in range(2):
         model = dropped_model(device_name, rank=rank, count=2)
-        model.micros = 4
+        model.micros = model.sharing = 2
         for name, value in gradients(model, *given[rank::2]).items():
             total[name] = total.get(name, 0) + value
     for name, value in expected.items():

@@ -41,7 +41,7 @@ def test_runs(device_name, folder):
             (r"the parameter lnfw is not finite at \[5\], before this step", (),
              planted("lnfw", (5,), np.nan)),
             (r"is \S+ in lnf\[\d+, 5\] \(token \d of sequence \d\), which kernel "
-             r"residual_layernorm_forward wrote " "in last_norm_forward; micro-batch 0", (),
+             r"residual_layernorm_forward wrote " "in forward_pass; micro-batch 0", (),
              planted("lnfw", (5,), 3e38)),
             (r"every number of the step is finite, and the gradient's norm is \d\.\d+e\+2\d, whose "
              r"square .* d", (),
@@ -94,7 +94,7 @@ def test_repeated_steps(device_name):
              r"in atty\[2, 3\] .* attention_forward wrote in layer_forward, layer 0; .* 1"),
             ("fused_classifier", 0, 1,
              r"in losses\[37\] .* fused_classifier wrote in loss_forward"),
-            ("add_loss", 0, 0, r"in verdict\[1\], which kernel add_loss wrote in mean_loss"),
+            ("add_loss", 0, 0, r"in verdict\[1\], which kernel add_loss wrote in loss_pass"),
             ("layernorm_backward", 2, 0,
              r"in dresidual\[2, 3\] .* wrote in layer_backward, layer 1"),
             ("attention_backward_kv", 1, 0,

@@ -410,12 +410,13 @@ class Fp8Model:
     def measure(self, batches):
         """The passes of a step, whose kernels note the largest magnitudes."""
         self.micros = len(batches)
+        self.sharing = self.count
         for self.micro, batch in enumerate(batches):
             self.set_batch(batch)
             self.forward_pass()
             self.loss_pass(with_gradient=True)
             self.backward_pass()
-        self.micro, self.micros = 0, 1
+        self.micro, self.micros, self.sharing = 0, 1, 1
 
     def update_pass(self):
         super().update_pass()

@@ -116,15 +116,17 @@ class Ranked:
             yield row, l, pieces, pieces, tail, tail
 
     def token_weight(self):
-        """As GPT2's; the ranks add up their micro-batches, too."""
-        return 1 / (len(self.acts.losses) * self.micros * self.count)
+        """As GPT2's; in a step the ranks add up their micro-batches, too."""
+        return 1 / (len(self.acts.losses) * self.micros * self.sharing)
 
     def micro_step(self):
         """Gradients are summed only here, in the last micro-batch. Other backward passes are local:
         a rank may do them alone."""
+        self.sharing = self.count
         self.summing = self.micro == self.micros - 1
         super().micro_step()
         self.summing = False
+        self.sharing = 1
 
     def layer_backward(self, l):
         super().layer_backward(l)
