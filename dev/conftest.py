@@ -19,8 +19,8 @@ from dev.lab import workers
 from dev.tests import checks, models, trainings
 
 # The longest files begin, so that two processes end together. Those of SPLIT are not kept whole.
-FIRST = ["test_" + x for x in "ranks programs llama3 kills exercise races resume".split()]
-SPLIT = "test_programs", "test_llama3", "test_students"
+FIRST = ["test_" + x for x in "ranks programs llama3 students kills exercise races resume".split()]
+SPLIT = "test_programs", "test_llama3"
 
 
 def pytest_addoption(parser):

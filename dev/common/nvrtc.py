@@ -19,11 +19,6 @@ ENTRY = re.compile(r"entry function '(\w+)'.*?(\d+) bytes stack frame, "
 BODY = re.compile(r"^\.visible \.entry (\w+)\(.*?^\}", re.M | re.S)
 DOUBLE = re.compile(r"^\s*(?:@!?%p\d+ )?(?:add|sub|mul|fma|div|rcp|sqrt|min|max)[.\w]*\.f64\s",
                     re.M)
-INSTRUCTION = re.compile(r"^\s*(?:@!?%p\d+\s+)?([a-z][\w.]*)[^;\n]*;", re.M)
-NOTHING = re.compile(r"(?:mov|cvta|ld\.param|ret|pragma)\b")  # is there, and takes no time
-ACCESS = re.compile(r"(?:ld|st|atom|red|cp)\b")
-# What takes several instructions, and about how many; divisors are seldom above 2^32
-LONG = ((r"(?:div|rem)\.[us]64", 30), (r"(?:div|rem)\.[us]\d", 15), ("(?:div|sqrt|rcp)", 8))
 CONSTANT = re.compile(r"\.const \.align 4 \.b8 (\w+)\[(\d+)\] = \{([\d, ]*)\}")  # in PTX
 
 
@@ -35,16 +30,6 @@ class Used(NamedTuple):
     shared: int
     doubles: int = 0  # instructions that compute in double
     frame: int = 0  # bytes of a thread's own memory, as for an array that is no register
-    instructions: int = 0  # of its PTX; a division counts for as many as it becomes
-    accesses: int = 0  # those of them that load, store or change memory
-
-
-def instructions_of(body):
-    """(instructions, those that touch memory) of a kernel's PTX."""
-    found = [name for name in INSTRUCTION.findall(body) if not NOTHING.match(name)]
-    sizes = (next((size for pattern, size in LONG if re.match(pattern, name)), 1)
-             for name in found)
-    return sum(sizes), sum(bool(ACCESS.match(name)) for name in found)
 
 
 class NotCompiled(Exception):
@@ -95,9 +80,7 @@ def compile_cuda(text, gpu, flags, annotated=False):
     ptx, arrays = nvrtc.getPTX(program).decode(), {}
     for body in BODY.finditer(ptx):
         if body[1] in used:
-            instructions, accesses = instructions_of(body[0])
-            used[body[1]] = used[body[1]]._replace(doubles=len(DOUBLE.findall(body[0])),
-                                                   instructions=instructions, accesses=accesses)
+            used[body[1]] = used[body[1]]._replace(doubles=len(DOUBLE.findall(body[0])))
     for name, size, values in CONSTANT.findall(ptx):
         given = bytes(map(int, values.split(",")))  # PTX leaves out zeros at the end
         arrays[name] = memoryview(given.ljust(int(size), b"\0")).cast("i").tolist()

@@ -41,7 +41,7 @@ struct Site {
     bool shared;
     std::vector<Request> open;  // since the warp last met,
     unsigned done[32] = {};     // and how many of them each lane has made
-    size_t requests = 0, lanes = 0, partial = 0;  // partial: some lanes of the warp are missing
+    size_t requests = 0, partial = 0;  // partial: some lanes of the warp are missing
     size_t cost = 0, least = 0;  // sectors or turns; and with the same bytes side by side
     std::map<std::pair<unsigned, unsigned>, size_t> missing;  // {(warp, lanes): requests} of the running block
     Sample most;
@@ -117,7 +117,7 @@ QUIET inline void close() {
         for (const Request& r : site->open) {
             const size_t cost = site->shared ? turns_of(r, site->kind == ATOMIC, site->least)
                                              : sectors_of(r, site->kind == STORE || site->kind == ATOMIC, site->least);
-            site->requests++, site->cost += cost, site->lanes += __builtin_popcount(r.lanes);
+            site->requests++, site->cost += cost;
             awake[running_warp] |= r.lanes;
             if (r.lanes != ~0u) site->missing[{running_warp, r.lanes}]++;
             if (cost <= site->most.cost) continue;
@@ -214,7 +214,7 @@ extern "C" QUIET __attribute__((visibility("default"))) const char* traffic_end(
         const Sample& most = site.most;
         report += ", [\"" + most.name + "\"";
         for (size_t x : {size_t(site.pc - 1 - cuda_on_cpu::races::base), size_t(site.kind), size_t(site.shared),
-                         site.requests, site.lanes, site.partial, site.cost, site.least, size_t(most.block),
+                         site.requests, site.partial, site.cost, site.least, size_t(most.block),
                          size_t(most.warp), size_t(most.request.bytes), most.begin})
             report += ", " + std::to_string(x);
         for (unsigned lane = 0; lane < 32; lane++)

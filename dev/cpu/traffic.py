@@ -31,7 +31,6 @@ class Count(NamedTuple):
     kind: str  # of KINDS
     shared: bool
     requests: int
-    lanes: int  # that took part, in all requests together
     partial: int  # requests in which lanes were missing that do something elsewhere
     cost: int  # sectors or turns of all requests together
     least: int  # what they would be if the same bytes lay side by side
@@ -48,9 +47,6 @@ class Count(NamedTuple):
         return self.least / self.requests
 
 
-NOTHING = Count("", 0, "", False, 0, 0, 0, 0, 0)
-
-
 class Traffic(NamedTuple):
     """What one run of a kernel moved."""
     counts: list  # a Count for each line and kind, in the order of lines
@@ -60,7 +56,7 @@ class Traffic(NamedTuple):
     def total(self, *kinds, shared=False):
         """The Count of all lines together, or None if they made no such request."""
         chosen = [c for c in self.counts if c.shared == shared and c.kind in (kinds or KINDS)]
-        sums = map(sum, zip(*((c.requests, c.lanes, c.partial, c.cost, c.least) for c in chosen)))
+        sums = map(sum, zip(*((c.requests, c.partial, c.cost, c.least) for c in chosen)))
         return Count("", 0, "", shared, *sums) if chosen else None
 
     @property
@@ -119,7 +115,7 @@ def count(device, work, arrays, own=""):
     read, written, *sites = json.loads(text)
     counts = {}
     for site, places in zip(sites, races.lines_of(device.path, [site[1] for site in sites])):
-        name, _, kind, shared, *numbers = site[:9]
+        name, _, kind, shared, *numbers = site[:8]
         place = next((place for place in places if os.path.basename(place[0]) == own),
                      (*places, ("?", 0))[0])
         key = os.path.basename(place[0]), place[1], KINDS[kind], bool(shared)
@@ -133,14 +129,13 @@ def count(device, work, arrays, own=""):
 def added(a, b):
     """Two Counts of one line: its instructions together."""
     worst = max(a, b, key=lambda c: c.each)
-    return a._replace(requests=a.requests + b.requests, lanes=a.lanes + b.lanes,
-                      partial=a.partial + b.partial, cost=a.cost + b.cost, least=a.least + b.least,
-                      sample=worst.sample)
+    return a._replace(requests=a.requests + b.requests, partial=a.partial + b.partial,
+                      cost=a.cost + b.cost, least=a.least + b.least, sample=worst.sample)
 
 
 def sample_of(site, arrays):
     """The Sample in a list of traffic.h's."""
-    name, (_, shared), (block, warp, nbytes, begin), at = site[0], site[2:4], site[9:13], site[13:]
+    name, (_, shared), (block, warp, nbytes, begin), at = site[0], site[2:4], site[8:12], site[12:]
     first, item = next(address for address in at if address is not None), min(nbytes, 4)
     if not shared:
         name = "memory"

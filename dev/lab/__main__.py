@@ -12,7 +12,7 @@ timed.
     python -m dev.lab --exercise gelu_forward --hint      # prints the next hint
     python -m dev.lab --exercise gelu_forward --solution  # shows how your file differs from one
     python -m dev.lab --exercise repair:row_sum  # writes a kernel with a bug, to find and mend
-    python -m dev.lab --exercise my_gelu_forward.cu --record Ada  # enters its time on this GPU
+    python -m dev.lab --exercise my_gelu_forward.cu       # checks what you wrote
 
 The versions of a kernel are in kernels/NAME.cu, which is compiled after kernels.cu. NAME.py beside
 it has the inputs, the launches, and what NumPy computes from the same inputs. Without a GPU the CPU
@@ -93,8 +93,6 @@ def read_flags(arguments):
     parser.add_argument("--solution", nargs="?", type=int, const=0, metavar="N",
                         help="with --exercise NAME: the difference between your file and version N "
                         "of the lab (default: the simplest)")
-    parser.add_argument("--record", metavar="YOUR NAME", help="with --exercise FILE, on a GPU: "
-                        "enter your time in the card's leaderboard")
     parser.add_argument("--device", choices=("cpu", "cuda"),
                         help="where (default: cuda if there is a GPU)")
     parser.error = refuse
@@ -102,18 +100,14 @@ def read_flags(arguments):
     of_ladders = flags.kernel or flags.check or flags.all or flags.shape or flags.dtype
     if flags.exercise is not None and of_ladders:
         raise UserError("--exercise takes a name or a file itself, and no other flag than --hint, "
-                        "--solution, --record and --device: --exercise residual_forward")
-    more = {"--hint": flags.hint, "--solution": flags.solution is not None,
-            "--record": flags.record is not None}
+                        "--solution and --device: --exercise residual_forward")
+    more = {"--hint": flags.hint, "--solution": flags.solution is not None}
     more = [name for name, given in more.items() if given]
     if more and not flags.exercise:
         raise UserError(f"{more[0]} needs the name of an exercise or your file: --exercise NAME "
                         f"{more[0]}")
     if len(more) > 1:
         raise UserError(f"{' and '.join(more)}: expected one of them at a time")
-    if flags.record is not None and not flags.exercise.endswith(".cu"):
-        raise UserError(f"--record {flags.record}: expected --exercise with your file: --exercise "
-                        "my_gelu_forward.cu")
     if flags.races and (not flags.check or flags.device == "cuda"):
         raise UserError("--races is for --check on the CPU: --check --races --device cpu")
     if flags.out and not flags.all:
@@ -172,7 +166,8 @@ def main(arguments=None):
             wrong = f"{len(found.failures)} wrong" if found.failures else "all right"
             print(f"{name}: {found.checks} checks, {wrong}", flush=True)
         if timed and flags.all:
-            print(f"\n{name}: {find_ladder(name).summary}\n{timing.table(name, total)}", flush=True)
+            print(f"\n{name}: {find_ladder(name).summary}\n{timing.HEADER}"
+                  f"{timing.table(name, total)}", flush=True)
         if timed and flags.all and out and total.device:
             timing.write(out, ran, total)
 
@@ -239,7 +234,7 @@ def exercise(flags, device):
         path = write_template(name)
         print(f"wrote {path}. Fill in its body, then check it: {command(path)}")
     else:
-        return check_file(file, device, flags.record)
+        return check_file(file, device)
     return 0
 
 
@@ -269,17 +264,10 @@ def repairs(flags):
     return 0
 
 
-def check_file(file, device, recorded):
-    """--exercise FILE: says what is wrong with a Submission, or what it reached. recorded: the name
-    on the leaderboard, or None. Returns the exit status. Raises UserError."""
-    from dev.lab import explain, grade, on_gpus, predict, progress, repair
-    if recorded is not None:
-        progress.known_name(recorded)
-        if repair.of(file):
-            raise UserError(f"--record: {file} is a repair, which the lab has written itself; "
-                            "expected a kernel of your own")
-        if device == "cpu":
-            raise UserError("--record enters a time on a GPU, and there is none here")
+def check_file(file, device):
+    """--exercise FILE: says what is wrong with a Submission, or what it reached. Returns the exit
+    status. Raises UserError."""
+    from dev.lab import explain, grade, on_gpus, progress, repair
     print(f"{file}: compiled for the CPU, and compared with NumPy ...", flush=True)
     judged = grade.grade_file(file, lambda line: say([line]))
     say([f"it printed: {line}" for line in [*dict.fromkeys(judged.printed)][:10]])
@@ -299,7 +287,6 @@ def check_file(file, device, recorded):
     times = None
     counts = progress.counted(file)
     say(counts["report"])
-    say(predict.lines_of(file, counts.get("moves"), judged.gpu))
     if device == "cpu":
         say(["It is not timed on a CPU."])
     else:
@@ -314,8 +301,6 @@ def check_file(file, device, recorded):
     name, sectors = file.exercise.kernel, progress.sectors_of(counts)
     nexts = progress.note(name, judged.dtypes, sectors, times and times.noted)
     say([missing[0].line if missing else "", *nexts])
-    if recorded is not None:
-        say(progress.record(name, times, recorded))
     return 0
 
 

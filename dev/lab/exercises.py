@@ -5,8 +5,8 @@ without a GPU.
     python -m dev.lab --exercise softmax_forward        # writes my_softmax_forward.cu, empty
     python -m dev.lab --exercise my_softmax_forward.cu  # checks it
 
-submission.py writes and reads the file, grade.py runs it, causes.py finds what is wrong with a
-result, and explain.py puts compiler errors, crashes and wrong results into words.
+submission.py writes and reads the file, trial.py runs it for grade.py, causes.py finds what is
+wrong with a result, and explain.py puts compiler errors, crashes and wrong results into words.
 """
 from typing import NamedTuple
 

@@ -484,7 +484,7 @@ def without_value(file):
 
 def unset_lines(file, found):
     """The lines on a result that depends on what nobody has written. found: {"kinds": of
-    grade.UNSET, "lane": [file, line, thread, lane] or None}."""
+    trial.UNSET, "lane": [file, line, thread, lane] or None}."""
     lines = []
     if "lanes" in found["kinds"] and found["lane"]:
         name, line, thread, lane = found["lane"]

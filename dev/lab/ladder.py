@@ -161,9 +161,14 @@ def parse_sizes(text):
     return sizes
 
 
+def text_of(sizes):
+    """"B=8,T=1024" of {"B": 8, "T": 1024}."""
+    return ",".join(f"{name}={size}" for name, size in sizes.items())
+
+
 def names_of(sizes):
     """{name: number} with the names that problems derive from their sizes, in fp32, as attributes:
-    for the expressions in a Version, and flops."""
+    for the expressions in a Version."""
     rows = sizes.get("B", 1) * sizes.get("T", 1)
     heads = sizes.get("NH", 1) + sizes.get("NKV", 0)
     derived = dict(N=rows, OC=4 * sizes.get("C", 0), n=rows * sizes.get("C", 0), HS=64, NKV=1,

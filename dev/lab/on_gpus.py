@@ -53,12 +53,12 @@ def without_kernels(text, but=""):
     return re.sub(kernel, plain, text).replace("__grid_constant__", "")
 
 
-def program(file):
-    """CUDA text with the student's kernel as the only one: of kernels.cu and the lab's tiles only
+def program(*files):
+    """CUDA text with students' kernels as the only ones: of kernels.cu and the lab's tiles only
     functions are left, so that it compiles in a fraction of a second."""
     texts = {each: without_kernels(each.read_text("utf-8"))
              for each in (*MODEL.SOURCES, LAB / "tiles.cu")}
-    texts[file.path] = for_gpu(file.text)
+    texts |= {file.path: for_gpu(file.text) for file in files}
     return "".join(f'#line 1 "{each}"\n{text}\n' for each, text in texts.items())
 
 

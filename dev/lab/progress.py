@@ -1,12 +1,11 @@
-"""What a student has solved, and what comes next: the list of exercises, hints and solutions, the
-next goal, and a leaderboard for each GPU.
+"""What a student has solved, and what comes next: the list of exercises, hints and solutions, and
+the next goal.
 
 What is solved is kept in my_progress.json in the folder where the commands are typed, beside the
 files that they write. So it moves with these files, and two students with a folder each do not
 share it. For each exercise that was right once it holds the best that was reached; editing a file
 later takes nothing away.
 """
-import datetime
 import difflib
 import json
 import os
@@ -19,7 +18,7 @@ from typing import NamedTuple
 from dev.common.config import Config
 from dev.common.cuda_source import without_comments
 from dev.lab.exercises import EXERCISES, PREFIX, command, exercise_names
-from dev.lab.ladder import LAB, find_ladder
+from dev.lab.ladder import find_ladder
 from dev.lab.submission import DECLARATION, Submission, signature
 from dev.lab.workers import sources_of
 from train_gpt2 import UserError, replace_file
@@ -343,13 +342,11 @@ def of_time(times):
 
 
 def count(file):
-    """{"report": lines, "moves": the numbers of predict.Moves, "rows": [those of the student's
-    file, those of the lab's best version], "number": the version's}. Without "rows" they cannot be
-    counted. Raises UserError."""
-    from dev.lab.predict import moves_of
+    """{"report": lines, "rows": [those of the student's file, those of the lab's best version],
+    "number": the version's}. Without "rows" they cannot be counted. Raises UserError."""
     from dev.lab.traffic import figures_of, figures_of_version, report, sizes_of, traffic_of
     ladder, mine = file.ladder, traffic_of(file)
-    found = dict(report=report(file, mine=mine), moves=moves_of(mine, ladder, sizes_of(ladder)))
+    found = dict(report=report(file, mine=mine))
     for number in range(len(ladder.versions), 0, -1):
         best = figures_of_version(ladder.name, number, sizes_of(ladder), "fp32")
         if best:
@@ -378,74 +375,6 @@ def goals_of(counts, facts=(), times=None):
 def sectors_of(counts):
     """The sectors of a load, or None."""
     return counts["rows"][0]["sectors a load"] if "rows" in counts else None
-
-
-# ---- Leaderboards: for each GPU the times of the exercises, one line for each name and exercise.
-# They hold the times of several people, so they belong to the repository and not to a student's
-# folder.
-
-BOARDS = LAB / "leaderboard"
-HEAD = """# {card}
-
-The times of the exercises in fp32, at the sizes of the lab. One command enters a time:
-`{command} --record NAME`
-
-| exercise | time | the lab's | card | name | date |
-| --- | ---: | ---: | --- | --- | --- |
-"""
-
-
-class Row(NamedTuple):
-    exercise: str
-    time: float  # microseconds
-    lab: str  # the version of the lab that is next faster, or else the best, and its time
-    card: str
-    name: str
-    date: str
-
-    @property
-    def line(self):
-        return f"| {' | '.join((self.exercise, f'{self.time:,.1f} us', *self[2:]))} |"
-
-
-def known_name(name):
-    """A name that fits into the table. Raises UserError."""
-    if not re.fullmatch(r"(?! )[\w .+@-]{1,40}(?<! )", name):
-        raise UserError(f"--record {name!r}: expected a name of at most 40 letters, digits, spaces "
-                        "and . + - @ _")
-    return name
-
-
-def read_board(path):
-    """The Rows of a leaderboard. Raises UserError."""
-    rows, lines = [], path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    for i, line in enumerate(lines, 1):
-        cells = [cell.strip() for cell in line.strip("| ").split("|")]
-        if not line.startswith("|") or cells[0] in ("exercise", "---"):
-            continue
-        time = re.fullmatch(r"([\d,]+\.\d) us", cells[1]) if len(cells) == 6 else None
-        if not time:
-            raise UserError(f"{path}, line {i}: expected six cells, the second a time such as 61.0 "
-                            "us; mend the line, or take it out")
-        rows.append(Row(cells[0], float(time[1].replace(",", "")), *cells[2:]))
-    return rows
-
-
-def record(exercise, times, name):
-    """Enter a time into its card's file, unless the name has a better one there. times: a Times of
-    on_gpus.py. Returns lines on what was written."""
-    path = BOARDS / f"{re.sub('[^A-Za-z0-9.]+', '_', times.card)}.md"
-    rows, rung = read_board(path), times.faster or min(times.rungs)
-    own = Row(exercise, round(1e6 * times.own, 1), f"version {rung[1]} {1e6 * rung[0]:,.1f} us",
-              times.card.removeprefix("NVIDIA "), name, datetime.date.today().isoformat())
-    before = next((row for row in rows if (row.exercise, row.name) == (exercise, name)), None)
-    if before and before.time <= own.time:
-        return [f"{path}: your {before.time:,.1f} us of {before.date} stay, since they are better"]
-    rows = sorted([*(row for row in rows if row != before), own], key=lambda row: row[:2])
-    head = HEAD.format(card=times.card, command=command("FILE"))
-    replace_file(path, [(head + "".join(f"{row.line}\n" for row in rows)).encode()])
-    place = [row for row in rows if row.exercise == exercise].index(own) + 1
-    return [f"wrote into {path}, place {place} of {exercise}:", own.line]
 
 
 if __name__ == "__main__":

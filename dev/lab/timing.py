@@ -143,8 +143,8 @@ def timing_of(bench, version, number, choice, own, seconds, ceilings):
 
 # ---- Tables, RESULTS.md and the chart
 
-HEADER = ("| | dtype | what it is | launched with | time | speed-up | rate | of the ceiling | of a "
-          "library |\n| --- | --- | --- | --- | ---: | ---: | ---: | ---: | ---: |\n")
+HEADER = ("| kernel | version | fp32 | tf32 | bf16 | what holds it back |\n"
+          "| --- | --- | --- | --- | --- | --- |\n")
 IMAGES = LAB.parent / "images"
 ENOUGH = 0.85  # of the ceiling; a last version below this says why
 
@@ -170,28 +170,35 @@ def commit():
 
 
 def table(name, report):
-    """The Markdown table of one kernel. The speed-up is over version 1, in the same dtype if it has
-    that. A version that failed has no row."""
+    """The rows of one kernel in the Markdown table, one for each version. What failed has none."""
     timings = [t for t in report.timings if t.kernel == name]
-    lines, first = [], {}
-    for t in timings:
-        if t.number == 1:
-            first[t.dtype] = min(t.seconds, first.get(t.dtype, t.seconds))
-    for t in sorted(timings, key=lambda t: (DTYPES.index(t.dtype), t.number, not t.own)):
-        start = first.get(t.dtype) or next(iter(first.values()), None)
-        library, seconds = report.library.get((name, t.dtype), ("", None))
-        cells = (t.number, t.dtype, t.what, t.choice, f"{1e6 * t.seconds:,.1f} us",
-                 f"{start / t.seconds:,.1f} x" if start else "", t.rate, f"{t.share:.1%} of "
-                 f"{t.bound}", f"{seconds / t.seconds:.0%} of {library}" if seconds else "")
-        lines.append(f"| {' | '.join(map(str, cells))} |\n")
-    return HEADER + "".join(lines)
+    numbers, rows = sorted({t.number for t in timings}), ""
+    for number in numbers:
+        own = [t for t in timings if t.number == number]
+        cells = [name if number == numbers[0] else "", f"{number}: {own[0].what}",
+                 *(cell([t for t in own if t.dtype == dtype], report) for dtype in DTYPES),
+                 held_back(name, report) if number == numbers[-1] else ""]
+        rows += f"| {' | '.join(cells)} |\n"
+    return rows
+
+
+def cell(timings, report):
+    """How long a version takes in one dtype. If the trainer's own launch is not the fastest, the
+    fastest follows."""
+    parts = []
+    for t in sorted(timings, key=lambda t: not t.own):
+        library, seconds = report.library.get((t.kernel, t.dtype), ("", None))
+        parts.append(", ".join(filter(None, (
+            f"{1e6 * t.seconds:,.1f} us", f"{t.share:.1%} of {t.bound}",
+            f"{seconds / t.seconds:.0%} of {library}" if seconds else "", t.choice))))
+    return "; ".join(parts)
 
 
 def held_back(name, report):
-    """For each dtype in which the last version is below ENOUGH of its ceiling, a sentence with the
-    reason from its row in the kernel's .py. If the trainer launches it, that launch counts. Nothing
-    is said if the last version failed."""
-    sentences = []
+    """Why the last version is below ENOUGH of its ceiling: for the dtypes in which it is, the
+    reasons from its row in the kernel's .py. If the trainer launches it, that launch counts.
+    Nothing is said if the last version failed."""
+    reasons = {}
     for dtype in DTYPES:
         number, version = max(enumerate(find_ladder(name).versions, 1),
                               key=lambda v: (dtype in v[1].dtypes, v[0]))
@@ -199,13 +206,11 @@ def held_back(name, report):
                    if (t.kernel, t.dtype, t.number) == (name, dtype, number)]
         last = max(timings, key=lambda t: t.own, default=None)
         if last and last.share < ENOUGH:
-            what = {"bytes": "the bytes alone take", "FLOPs": "the products alone take"}[last.bound]
-            reasons = version.held_back
-            if not isinstance(reasons, str):
-                reasons = reasons.get(dtype, "not explained yet")
-            sentences.append(f"\n{dtype}: {what} {1e6 * last.share * last.seconds:.1f} of the "
-                             f"{1e6 * last.seconds:.1f} us; {reasons}.\n")
-    return "".join(sentences)
+            reason = version.held_back
+            if not isinstance(reason, str):
+                reason = reason.get(dtype, "not explained yet")
+            reasons.setdefault(reason, []).append(dtype)
+    return "; ".join(f"{', '.join(dtypes)}: {reason}" for reason, dtypes in reasons.items())
 
 
 MARK = re.compile(r"<!-- written by dev\.lab --all, (\w+) -->\n(.*)<!-- end of what dev\.lab "
@@ -213,7 +218,8 @@ MARK = re.compile(r"<!-- written by dev\.lab --all, (\w+) -->\n(.*)<!-- end of w
 INTRO = """# The kernel lab's timings
 
 Each kernel's versions, timed on a GPU by `python -m dev.lab --all`, which writes all between the
-two marks. README.md in this folder says how it measures and what the ceiling is.
+two marks. README.md in this folder says how it measures and what the ceiling is; `python -m dev.lab
+KERNEL` says what a kernel computes, and at which sizes it is timed.
 
 """
 
@@ -230,7 +236,7 @@ def is_unchanged(text):
 
 
 def write(folder, names, report):
-    """Put the tables of kernels between the marks of a folder's RESULTS.md, leave the rest as it
+    """Put the table of kernels between the marks of a folder's RESULTS.md, leave the rest as it
     is, and draw ladders.svg, that of dev/lab in dev/images. Without names, only check that this can
     be done. Raises UserError if the text between the marks was edited, or the folder cannot be
     made."""
@@ -248,11 +254,8 @@ def write(folder, names, report):
         return
     d = report.device
     body = (f"\n{d['device']}, driver {d['driver']}, CUDA {d['cuda']}, {datetime.date.today()}, "
-            f"commit {commit()}. Ceilings, measured in the same run: {d['rates']}.\n")
-    for name in names:
-        ladder = find_ladder(name)
-        body += f"\n## {name} ({ladder.shape})\n\n{ladder.summary}\n\n"
-        body += table(name, report) + held_back(name, report)
+            f"commit {commit()}. Ceilings, measured in the same run: {d['rates']}.\n\n{HEADER}")
+    body += "".join(table(name, report) for name in names)
     replace_file(path, [MARK.sub(lambda _: mark(f"{body}\n"), text).encode()])
     draw_chart((IMAGES if folder == LAB else folder) / "ladders.svg", names, report.timings)
 

@@ -27,7 +27,7 @@ from dev.cpu.traffic import BANKS, LANES, SECTOR
 from dev.lab.bench import Bench
 from dev.lab.ladder import (
     LAB, MODELS, asked_sizes, config_of, find_ladder, kernel_names, launched_by, model_of,
-    parse_sizes)
+    parse_sizes, text_of)
 from dev.lab.submission import Submission
 from dev.lab.workers import sources_of
 from train_gpt2 import UserError, read_kernels, replace_file
@@ -48,10 +48,6 @@ def sizes_of(ladder):
     most = SIZES | (OF_PRODUCTS if "OC" in shape and "C" in shape else {}) | (
         OF_HEADS if "HS" in shape else {})
     return {name: min(size, most.get(name, size)) for name, size in shape.items()}
-
-
-def text_of(sizes):
-    return ",".join(f"{name}={size}" for name, size in sizes.items())
 
 
 def choice_of(version, device):

@@ -16,7 +16,7 @@ from dev.features.devices import make_device
 from dev.lab import timing
 from dev.lab.bench import Bench, noting
 from dev.lab.ladder import (KERNELS, LAB, MODELS, config_of, describe_choice, find_ladder,
-                            launched_by, model_of, parse_sizes)
+                            launched_by, model_of, parse_sizes, text_of)
 from train_gpt2 import UserError, read_kernels
 
 BESIDE = [LAB.parent / f"{name}.cu" for name in (
@@ -142,7 +142,7 @@ def run_ladder(ladder, task, say, doing, ceilings):
             numbers = numbers_of(ladder, dtype, task.number)
             if not numbers:
                 continue
-            where = ",".join(f"{key}={value}" for key, value in sizes.items()) + f" {dtype}"
+            where = f"{text_of(sizes)} {dtype}"
             doing(f"{ladder.name}, {where}")
             try:
                 key = dtype, *model_of(ladder, sizes)

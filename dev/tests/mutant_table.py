@@ -474,9 +474,7 @@ TABLE = [
              "< first + of_warp + row_of(0, i)"),
             ("missing term", "attention_backward3_q", " - my_delta[i / 2]", ""),
             ("index", "attention_backward3_delta", "i / NH % T] = sum", "i % T] = sum"),
-            ("missing term", "attention_backward5", "*started = 0", "(void)0"),
-            ("index", "backward_of_keys", "mine < last ? 1 : -mine", "1"),
-            ("bound", "backward_of_keys", "if (mine > 0)", "if (mine > 1)")),
+            ("missing term", "backward_of_keys", " - of_query[stage][1][q]", "")),
     *of_lab("relu_attention_forward",
             ("missing term", "relu_attention_forward1", "fmaxf(0.0f, scale * score)",
              "scale * score"),
@@ -545,7 +543,5 @@ UNSEEN = {
     "with its own array",
     ("last_of", 1): "a block counts itself too early, and another would have to read at that very "
     "moment",
-    ("backward_of_keys", 3): "as in last_of: the next block would have to begin before this one "
-    "has stored its sums",
 }
 # The same holds for __threadfence: on a CPU, a store is visible at once.

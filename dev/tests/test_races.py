@@ -1,5 +1,5 @@
 """Test that races are found, and nothing else: in small kernels, in all versions of the lab, and
-where a barrier counts for nothing. dev/lab/tests/test_rules.py has those in students' files.
+where a barrier counts for nothing. dev/lab/tests/test_students.py has those in students' files.
 """
 import functools
 import os

@@ -174,7 +174,6 @@ namespace attention_backward_ {
 // Blocks on tensor cores own 128 rows of a head, 16 for each warp, or 64 if shared memory has no room for more. They go
 // over the other side in tiles of 32 rows, and load the next tile while they work on one.
 constexpr int OWN = HS * sizeof(real) <= 256 ? 128 : 64, TILE = 32, LD = tiles::HEAD_LD;
-constexpr int LD_DSCORES = TILE + 8;  // neighbours in a column are in different banks
 constexpr int BLOCKS = HS * sizeof(real) <= 128 ? 2 : 1;  // so many of a multiprocessor's blocks must have registers
 
 // d (16,TILE) = the warp's 16 rows of a tile that the block owns, times the transpose of another tile.
@@ -232,15 +231,13 @@ __device__ __forceinline__ Part part_of(int number, int T, int longest_first) {
 }
 
 // A block owns keys and values, and its warps 16 of each. It walks over the queries that see them, and sums dk and dv.
-// With dq, it also adds its share of dq for each query to those of other blocks: see version 5.
-template <bool with_dq>
 __device__ __forceinline__ void backward_of_keys(real* __restrict__ dqkv, const real* __restrict__ dout,
                                                  const real* __restrict__ qkv, const float* __restrict__ lse,
                                                  const float* __restrict__ delta, float scale, int T, int NH,
-                                                 Part part, float* dq, int* turns) {
-    DYNAMIC_SHARED(real, keys);  // keys, values (2, OWN, LD); two stages of queries, dout (2, 2, TILE, LD); dscores
+                                                 Part part) {
+    DYNAMIC_SHARED(real, keys);  // keys, values (2, OWN, LD); two stages of queries, dout (2, 2, TILE, LD)
     __shared__ float of_query[2][2][TILE];  // two stages of lse and delta
-    real *values = keys + OWN * LD, *stages = values + OWN * LD, *shared_dscores = stages + 4 * TILE * LD;
+    real *values = keys + OWN * LD, *stages = values + OWN * LD;
     int first = part.first, of_warp = threadIdx.x / 32 * 16, b = part.head / NH, h = part.head % NH, C = NH * HS;
     const real *head = qkv + (size_t)b * T * 3 * C + h * HS, *dout_head = dout + (size_t)b * T * C + h * HS;
     real* dhead = dqkv + (head - qkv);
@@ -261,7 +258,7 @@ __device__ __forceinline__ void backward_of_keys(real* __restrict__ dqkv, const 
         wait_for_copies<0>();
         __syncthreads();  // all copies are here, and no thread reads the other stage any more
         if (query + TILE < T) load_stage(stage ^ 1, query + TILE);
-        if (!with_dq && query + TILE <= first + of_warp) continue;  // these queries are before all of the warp's keys
+        if (query + TILE <= first + of_warp) continue;  // these queries are before all of the warp's keys
         const real *queries = stages + stage * 2 * TILE * LD, *douts = queries + TILE * LD;
         float weights[TILE / 8][4], dscores[TILE / 8][4];  // of 16 keys, and TILE queries
         multiply_rows(weights, keys, queries);
@@ -277,55 +274,6 @@ __device__ __forceinline__ void backward_of_keys(real* __restrict__ dqkv, const 
             }
         add_product(dv, weights, douts);
         add_product(dk, dscores, queries);
-        if constexpr (with_dq) {
-            // A query's dq is a sum over keys, which lie in different warps: so they meet in shared memory.
-#pragma unroll
-            for (int n = 0; n < TILE / 8; n++)
-#pragma unroll
-                for (int half = 0; half < 2; half++)
-                    store(shared_dscores + (of_warp + row_of(0, 2 * half)) * LD_DSCORES + column_of(n, 0),
-                          Pack<2>{dscores[n][2 * half], dscores[n][2 * half + 1]});
-            int tiles_of_head = (T + TILE - 1) / TILE, tile = part.head * tiles_of_head + query / TILE;
-            // Blocks 0, 1, ..., last of the head take turns at these queries.
-            int mine = first / OWN, last = query / OWN;
-            if (threadIdx.x == 0) {
-                while (atomicAdd(turns + tile, 0) != mine) {}
-                __threadfence();
-            }
-            __syncthreads();
-            constexpr int across = HS / 16, squares = TILE / 16 * across;  // of 16 x 16, one after the other for a warp
-            for (int square = threadIdx.x / 32; square < squares; square += blockDim.x / 32) {
-                int r = square / across * 16, c = square % across * 16;
-                float d[2][4] = {};
-#pragma unroll
-                for (int j = 0; j < OWN; j += 16) {
-                    Pair a[4], two_b[4];
-                    tiles::left_transposed<LD_DSCORES>(a, shared_dscores, j, r);
-                    tiles::right<LD>(two_b, keys, j, c);
-                    mma_pair(d[0], d[1], a, two_b);
-                }
-                float* sum = dq + ((size_t)tile * squares + square) * 256 + threadIdx.x % 32;  // a line per register
-#pragma unroll
-                for (int n = 0; n < 2; n++)
-#pragma unroll
-                    for (int i = 0; i < 4; i++) {
-                        if (mine > 0) d[n][i] += __ldcg(sum + 32 * (4 * n + i));  // not from L1, which may be old
-                        if (mine < last) sum[32 * (4 * n + i)] = d[n][i];
-                    }
-                if (mine == last)
-#pragma unroll
-                    for (int n = 0; n < 2; n++)
-#pragma unroll
-                        for (int half = 0; half < 2; half++) {
-                            int t = query + r + row_of(0, 2 * half);
-                            Pack<2> two = {scale * d[n][2 * half], scale * d[n][2 * half + 1]};
-                            if (t < T) store(dhead + (size_t)t * 3 * C + c + column_of(n, 0), two);
-                        }
-            }
-            __threadfence();  // the sums are there before it is the next one's turn
-            __syncthreads();
-            if (threadIdx.x == 0) atomicAdd(turns + tile, mine < last ? 1 : -mine);  // the last leaves 0, for next time
-        }
     }
     store_16(dhead + C, 3 * C, first + of_warp, T, dk, scale);
     store_16(dhead + 2 * C, 3 * C, first + of_warp, T, dv, 1.0f);
@@ -405,8 +353,7 @@ extern "C" __global__ void __launch_bounds__(256, attention_backward_::BLOCKS) a
     real* __restrict__ dqkv, const real* __restrict__ dout, const real* __restrict__ qkv,
     const float* __restrict__ lse, const float* __restrict__ delta, float scale, int longest_first, int T, int NH) {
     using namespace attention_backward_;
-    backward_of_keys<false>(dqkv, dout, qkv, lse, delta, scale, T, NH, part_of<true>(blockIdx.x, T, longest_first),
-                            nullptr, nullptr);
+    backward_of_keys(dqkv, dout, qkv, lse, delta, scale, T, NH, part_of<true>(blockIdx.x, T, longest_first));
 }
 
 // Version 4 is the same kernels with longest_first = 1. A block of the last queries has T / OWN times the work of a
@@ -415,37 +362,6 @@ extern "C" __global__ void __launch_bounds__(256, attention_backward_::BLOCKS) a
 // they run. If the longest start first, the short ones fill the gaps, and all end at nearly the same time. The keys of
 // many heads are now in use at once, and they have to fit into L2. Pairs would be another solution: all blocks that
 // take part i and then part n - 1 - i have the same work.
-
-// Five products instead of seven. A block that owns keys has the dscores of all queries that see them, so it can also
-// compute its share of dq, dscore k. One kernel computes scores and dweights once, and only dq is new:
-//   - A query's dq is a sum over the keys of up to T / OWN blocks. They add to it in device memory, in fp32. With
-//     atomics the order would be another one on each run. So they take turns: block j waits until block j - 1 of the
-//     same head has added its share, and the last, whose keys the diagonal runs through, stores the sum in dqkv.
-//   - A block may only wait for one that has started, or a full GPU would wait forever. So a block takes its number
-//     from a counter when it starts, and the longest have the first numbers. As the blocks of a head go over the
-//     queries in the same direction, they follow each other.
-//   - turns (B*NH*tiles + 1) counts who has added, and the last one counts the blocks. They are 0 before and after.
-// It costs 8 HS bytes for each query and each block that adds to it: at T = 1,024 some 200 MB go to L2 and back, where
-// the sums of all heads, 25 MB, fit. A buffer with a place for each block and a kernel that adds them up would need no
-// turns, but 113 MB of memory, written and read. It is slower: on an H200, in bf16, it takes 364 us where version 4
-// takes 244. For each tile of 32 queries it waits for four trips to L2, one after the other: whose turn it is, the sum
-// so far, the fence, the count. There are two more barriers, and a multiprocessor has only one other block to fill the
-// gaps. Items: OWN rows of a head.
-BLOCK(256, 1)
-extern "C" __global__ void __launch_bounds__(256, attention_backward_::BLOCKS) attention_backward5(
-    real* __restrict__ dqkv, float* dq, int* turns, const real* __restrict__ dout, const real* __restrict__ qkv,
-    const float* __restrict__ lse, const float* __restrict__ delta, float scale, int T, int NH) {
-    using namespace attention_backward_;
-    __shared__ int number;
-    if (threadIdx.x == 0) {
-        int heads = gridDim.x / ((T + OWN - 1) / OWN);
-        int* started = turns + heads * ((T + attention_backward_::TILE - 1) / attention_backward_::TILE);
-        number = atomicAdd(started, 1);
-        if (number == (int)gridDim.x - 1) *started = 0;
-    }
-    __syncthreads();
-    backward_of_keys<true>(dqkv, dout, qkv, lse, delta, scale, T, NH, part_of<true>(number, T, 1), dq, turns);
-}
 
 // attention_backward_q and attention_backward_kv in kernels.cu: version 4 once more, for any head, for groups of heads
 // that share keys, and for ReLU attention, with delta computed by the first of the two. By mma.sync a warp has 32 rows

@@ -1,18 +1,13 @@
 """dqkv (B,T,3,NH,HS), from dout and out (B,T,NH,HS) and lse (B,NH,T)"""
 from functools import partial
 
-import numpy as np
-
 from dev.lab import heads
 from dev.lab.heads import ATTENTION_LIMITS, pairs_seen, plain_softmax
 from dev.lab.ladder import DTYPES, Ladder, Version
 
 
 def problem(draw, B, T, NH, HS, relu=0):
-    inputs, truth, *terms = heads.backward_problem(draw, B, T, NH, NH, HS, relu)
-    # Counters, which must be 0 again at the end.
-    turns = np.zeros(B * NH * -(-T // 32) + 1, np.int32)
-    return inputs | dict(turns=turns), truth | dict(turns=turns), *terms
+    return heads.backward_problem(draw, B, T, NH, NH, HS, relu)
 
 
 def with_atomics(device, a):
@@ -48,22 +43,9 @@ def on_tensor_cores(device, a, longest_first):
                       a.NH, threads=2 * rows, shared=shared)
 
 
-def in_turns(device, a):
-    rows, shared = sizes_of(a)
-    device.launch("attention_backward3_delta", a.B * a.NH * a.T, a.delta, a.dout, a.out, a.B, a.T,
-                  a.NH)
-    device.launch("attention_backward5", -(-a.T // rows) * a.B * a.NH, a.dqkv, a.dq, a.turns,
-                  a.dout, a.qkv, a.lse, a.delta, a.scale, a.T, a.NH, threads=2 * rows,
-                  shared=shared + rows * (32 + 8) * a.itemsize)
-
-
-def delta_and_dq(a):
-    return heads.delta_scratch(a) | dict(dq=(a.B, a.NH, -(-a.T // 32) * 32, a.HS))
-
-
 LADDER = Ladder(
     problem, "B=8,T=1024,NH=12,HS=64", (*heads.LONG_HEADS, "B=1,T=300,NH=3,HS=64"),
-    compiled_for="HS, RELU", fp32="lse delta dq", sums="dqkv",
+    compiled_for="HS, RELU", fp32="lse delta", sums="dqkv",
     trainer_checks=(*heads.ODD_HEADS, *(f"{sizes},relu=1" for sizes in heads.SOME_HEADS)),
     limits=ATTENTION_LIMITS | dict(tf32=1e-3),  # a product more than in the forward pass
     flops=lambda a: 10 * pairs_seen(a) * a.HS, versions=(
@@ -75,8 +57,6 @@ LADDER = Ladder(
                 dtypes=DTYPES, scratch=heads.delta_scratch, fits=plain_softmax),
         Version("the longest blocks first", partial(on_tensor_cores, longest_first=1), threads=(),
                 dtypes=DTYPES, scratch=heads.delta_scratch, fits=plain_softmax),
-        Version("five products in one kernel, blocks take turns at dq", in_turns, threads=(),
-                dtypes=DTYPES, scratch=delta_and_dq, fits=plain_softmax),
         Version("seven products, by mma.sync or wgmma: the trainer's", heads.trainers_backward,
                 threads=(), dtypes=DTYPES, scratch=heads.delta_scratch, trainer=True,
                 held_back=heads.BACKWARD_GAP),

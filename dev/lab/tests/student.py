@@ -1,10 +1,12 @@
 """Files as a student hands them in, and what the lab says of them."""
 import os
 import re
+from pathlib import Path
 
+from dev.lab import grade
 from dev.lab.exercises import EXERCISES
 from dev.lab.ladder import KERNELS
-from dev.lab.submission import template
+from dev.lab.submission import Submission, template
 from dev.tests.trainings import call
 
 # One block adds everything up; the lab's version has many blocks, atomics, and a second kernel for
@@ -64,6 +66,36 @@ def exercise(folder, *arguments, device="cpu"):
     folder."""
     os.chdir(folder)
     return call("--exercise", *arguments, "--device", device, program="dev.lab.__main__")
+
+
+def run_child(job, variables=None):
+    """(events, exit status, stderr) of a job of trial.py in a process of its own."""
+    return grade.Processes().run(job, variables)
+
+
+def complaints(paths, job, variables=None, **more):
+    """{path: (its complaint, (kind, lines), or None if a Job of the judge finds the file right;
+    the events of its run)} of those files that run; all are compiled together. If a kernel ends its
+    process, the next one begins with the file behind it. more: of trial.py's JOB."""
+    found, left = {}, [str(path) for path in paths]
+    while left:
+        events, status, stderr = run_child(dict(
+            compile=[str(path) for path in paths], run=left, look_for=job.look_for,
+            dtypes=job.dtypes, **dict(limit=60) | more), grade.variables_of(job, variables or {}))
+        ran = [event["file"] for event in events if "file" in event]
+        if any(event["event"] == "compiler" for event in events):
+            ran = left
+        if not ran:  # they do not have this dtype
+            break
+        for path in dict.fromkeys(ran):
+            own = [event for event in events if event.get("file", path) == path]
+            ends = next((event["event"] for event in own[::-1] if "file" in event), "")
+            complaint, ended = grade.complaint_of(Submission(path), (
+                own, 0 if ends in ("right", "complaint") else status, stderr), job)
+            assert complaint or ended, f"{path}: {stderr[-3000:]}"
+            found[Path(path)] = complaint, own
+        left = left[left.index(path) + 1:]
+    return found
 
 
 def said(lines):

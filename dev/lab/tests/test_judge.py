@@ -1,9 +1,12 @@
 """Test that the judge's "right" means right: it refuses what only bf16 does, what no GPU compiles
 or launches, arrays fitted to the checks' sizes, and waste; and it accepts right kernels in all
-dtypes.
+dtypes. And what it needs for that: variables without a value, its processes, arrays of the
+trainer's sizes.
 """
+import ctypes
 import math
 import re
+import resource
 from functools import partial
 from types import SimpleNamespace
 from unittest import mock
@@ -13,13 +16,16 @@ import pytest
 
 from dev.common.bf16 import to_bf16
 from dev.common.nvrtc import Used, has_nvrtc
+from dev.common.student_text import with_unset
+from dev.cpu import host
 from dev.cpu.races import Work
-from dev.lab import grade, on_gpus
+from dev.lab import grade, large, on_gpus, trial
 from dev.lab.bench import compare_output
 from dev.lab.exercises import EXERCISES, checks_of, exercise_names
 from dev.lab.ladder import Draw, find_ladder, larger
 from dev.lab.submission import Submission, signature, ways
-from dev.lab.tests.student import LAYERNORM, NUMBER, SOFTMAX, filled, said
+from dev.lab.tests.changed_students import texts
+from dev.lab.tests.student import LAYERNORM, NUMBER, SOFTMAX, complaints, filled, run_child, said
 from dev.tests.checks import check, fast
 
 RESIDUAL = NUMBER + """
@@ -125,21 +131,18 @@ def test_cases(folder):
         for path, (_, _, exercise, block, body, _) in zip(paths, some):
             suffix = path.stem.removeprefix(f"my_{exercise}")
             path.write_text(filled(exercise, body, suffix, block=block))
-        every = [str(path) for path in paths]
-        for path, (_, name, _, _, _, wish) in zip(paths, some):  # they are compiled together, once
-            result = grade.run_child(dict(compile=every, run=[str(path)], look_for=look_for,
-                                          dtypes=[dtype], limit=20, compare=True, waste=True),
-                                     variables[look_for])
-            complaint, _ = grade.complaint_of(Submission(path), result, look_for)
+        found = complaints(paths, grade.Job(look_for, [dtype], 0), variables, limit=20, waste=True)
+        for path, (_, name, _, _, _, wish) in zip(paths, some):
+            complaint, events = found[path]
             if (job, name) == (R32, "right"):
-                lines = [event["lines"] for event in result[0] if event["event"] == "drawn"]
+                lines = [event["lines"] for event in events if event["event"] == "drawn"]
                 check(f"{name}: it is drawn", said(lines and lines[0]).startswith(
                     "who writes out in blocks 0 and 1 of 11, with 256 threads each, at the sizes "
                     "B=3,T=9,C=96:   out[0]  block 0: threads 0-95   out[1]  block 0: threads "
                     "96-191   out[2]  block 0: threads 192-255; block 1: threads 0-31   "), lines)
             lines = complaint and complaint[1]
-            check(f"{look_for} in {dtype}: {name}", not lines and result[0][-1]["event"] == "right"
-                  if wish is None else re.search(wish, said(lines)), lines or result[2][-300:])
+            check(f"{look_for} in {dtype}: {name}",
+                  not lines if wish is None else re.search(wish, said(lines)), lines)
 
 
 def test_offered(folder):
@@ -164,12 +167,12 @@ def test_offered(folder):
                                     device=SimpleNamespace(W=4))
             for block, file in files:
                 items, threads = eval(file.version.items, {}, vars(given)), file.kernel.threads
-                blocks, counts, _ = grade.blocks_of(file.kernel, items, threads, 4)
+                blocks, counts, _ = trial.blocks_of(file.kernel, items, threads, 4)
                 number, every = math.prod(counts), [x.size for x in inputs.values()] or [1]
                 most = {"1)": threads, "threads / 32)": 32}.get(block.split(", ", 1)[1], 1)
                 one = Work(4 * sum(every), 0, 0, blocks, number)
                 own = one._replace(threads=number * max(1, min(most, max(every) // number)))
-                share, lines = grade.wasted(bench, file.kernel, threads, items, own, one)[0]
+                share, lines = trial.wasted(bench, file.kernel, threads, items, own, one)[0]
                 refused += [[block, sizes, lines]] * (share > 1)
         check(f"{name}: {len(files)} BLOCK lines", files and not refused, refused)
 
@@ -312,10 +315,86 @@ def test_facts(folder):
           and found.gpu == [] and found.dtypes == ["fp32", "bf16"], found)
     check("  and it says so",
           re.search("accesses were not.*races were not.*GPU.*pip install", lines), lines)
-    events, *_ = grade.run_child(dict(
-        compile=[str(path)], run=[str(path)], look_for=grade.FIRST, dtypes=["fp32"], limit=5,
-        compare=True), {"CXXFLAGS": "-O0"})
+    events, *_ = run_child(dict(compile=[str(path)], run=[str(path)], look_for=grade.FIRST,
+                                dtypes=["fp32"], limit=5), {"CXXFLAGS": "-O0"})
     said_first = [line for line in map(partial(grade.first_line, "fp32"), events) if line]
     check("the first answer", said_first == ["fp32, B=3,T=9,C=96: right"], events)
     path.write_text(filled("matmul_forward", NUMBER + "    if (i == 0) mma_tf32;\n"))
     check("tensor cores bring tf32", Submission(path).dtypes == ["fp32", "bf16", "tf32"])
+
+
+def test_memory_of_a_thread(folder):
+    """Arrays of a thread, of which a GPU has room for all threads that it can hold."""
+    if not has_nvrtc():
+        pytest.skip("CuPy and NVRTC are not installed")
+    path = folder / "my_softmax_forward.cu"
+    path.write_text(texts()["softmax_forward_row_of_a_thread"].replace("50304", "5030"), "utf-8")
+    file = Submission(path)
+    lines, facts = on_gpus.judge(file, ["fp32"])
+    found = lines or on_gpus.launch_lines(file, facts)
+    check("5,030 floats", facts and not found, found or facts)
+
+
+@fast
+def test_unset():
+    """Variables of functions that get no value are found, and no others."""
+    for text, wish in (
+            ("void f() { float a, b[3], c = 1; }", ["a", "b"]),
+            ("struct A { int x; float y; };", []), ("union B { int x; };\nint g;", []),
+            ("namespace n { int h; __device__ void k() { real m; } }", ["m"]),
+            ("void f() { auto l = [&] { double d; }; static int n; extern int e; }", ["d"]),
+            ("void f() { const char* s = \"a; int p; \"; for (int i; i < 3;) {} }", []),
+            ("void f() { // int z;\n unsigned long long u; if (u) { size_t v; } }", ["u", "v"]),
+            ("void f() {\n    struct S { int x; };\n    int y; }", ["y"])):
+        found = re.findall(r"UNSET\((\w+)\)", with_unset(text))
+        check(text.splitlines()[0], found == wish, found)
+        check("  lines stay", with_unset(text).count("\n") == text.count("\n"))
+
+
+@fast
+def test_jobs(folder):
+    """The first process is the one that answers first; a branch on __CUDA_ARCH__ brings others."""
+    path = folder / "my_residual_forward.cu"
+    for name, arches in (("residual_forward_branches_alike", list(grade.ARCHES)),
+                         ("residual_forward_linear_thread_number", [])):
+        path.write_text(texts()[name], "utf-8")
+        jobs = grade.jobs_of(Submission(path), {grade.BOUNDS: {}, grade.RACES: None})
+        check(f"{name}: without what the compiler lacks", jobs[0][:2] == (None, ["fp32"]), jobs)
+        every = {grade.BOUNDS: {"CXXFLAGS": ""}, grade.RACES: {"CXXFLAGS": ""}}
+        jobs = grade.jobs_of(Submission(path), every)
+        check(f"{name}: fp32 first", [job[:2] for job in jobs[:2]] == [
+            (grade.BOUNDS, ["fp32"]), (grade.RACES, ["fp32"])], jobs)
+        found = [job.arch for job in jobs if job.arch]
+        check(f"{name}: and each kind of GPU", found == arches, jobs)
+
+
+def test_precompiled(folder):
+    """What others share is compiled once, from the second time on, and no text takes another's."""
+    compiler = host.compiler_of()
+    if not compiler or "clang" in compiler:
+        pytest.skip("g++ alone precompiles headers")
+    command, header = [compiler, "-O0", "-fPIC", "-shared"], folder / "shared.h"
+    header.write_text("constexpr int two = 2;\n")
+    text = f'#include "{header}"\ninline int five() {{ return two + 3; }}\n'
+    first = host.precompiled(command, text, folder, [header])
+    flags = host.precompiled(command, text, folder, [header])
+    check("not the first time", first == [] and len(flags) == 2, [first, flags])
+    check("it is there", flags and flags[1].with_suffix(".h.gch").exists())
+    source = "extern \"C\" int asked() { return five(); }\n"
+    done = host.run_compiler([*command, "-Winvalid-pch", "-Werror", *flags, "-x", "c++", "-", "-o",
+                              folder / "a.so"], source)
+    check("it is used", done.returncode == 0, done.stderr[-300:])
+    check("its function", ctypes.CDLL(str(folder / "a.so")).asked() == 5)
+    header.write_text("constexpr int two = 4;\n")
+    again = host.precompiled(command, text, folder, [header])
+    check("a changed file has none", again == [], again)
+
+
+@fast
+def test_large():
+    """Arrays of the trainer's own sizes have addresses and no memory."""
+    memory = large.reserved(2**36)
+    memory[-1] = 7
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    check("64 GiB, of which a page is there", memory[0] == 0 and memory[-1] == 7 and
+          resident < 2**34, resident)

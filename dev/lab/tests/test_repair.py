@@ -90,7 +90,6 @@ def test_command(folder):
     refused(folder, "the hint of all", "the name of one before --hint", "repair", "--hint")
     refused(folder, "a number", "a repair has one solution", "repair:row_sum", "--solution", "2")
     refused(folder, "a slip", "did you mean repair?", "repairs")
-    refused(folder, "its time", "cu is a repair", path.name, "--record", "Ada")
 
     wrong = grade.Judgement(["wrong: out[0,0] is 1"], {}, ["fp32"], [])
     good = grade.Judgement([], dict.fromkeys((grade.BOUNDS, grade.RACES, grade.GPU), True),

@@ -1,19 +1,17 @@
 """Test the count of memory traffic: small kernels whose sectors and turns one counts by hand, an
-exercise, drawings, and the comparison with ncu.
+exercise, and drawings.
 """
 import contextlib
 import functools
 import io
-import json
-import re
 from typing import NamedTuple
 from unittest import mock
 
 import numpy as np
 
 from dev.cpu import traffic as counted
-from dev.lab import counters, traffic
-from dev.lab.ladder import find_ladder
+from dev.lab import traffic
+from dev.lab.ladder import find_ladder, text_of
 from dev.lab.submission import Submission
 from dev.lab.tests.student import SOFTMAX, filled
 from dev.tests.checks import check, check_refusal
@@ -270,7 +268,7 @@ def test_drawings():
     """Bank turns, drawn."""
     def drawn(at, nbytes, kind="load"):
         sample = counted.Sample("tile", 0, 0, nbytes, 4, [at(lane) for lane in range(32)])
-        return traffic.as_text(counted.Count("", 1, kind, True, 1, 32, 0, 1, 1, sample))[2:]
+        return traffic.as_text(counted.Count("", 1, kind, True, 1, 0, 1, 1, sample))[2:]
     check("side by side: one turn", [line.split()[2:] for line in drawn(lambda i: 4 * i, 4)] == [
         [str(i) for i in range(32)]])
     check("a column: 32 turns", [line.split()[2:] for line in drawn(lambda i: 128 * i, 4)] == [
@@ -285,7 +283,7 @@ def test_drawings():
 
 def test_sizes():
     """Each ladder's sizes for counting fit its problem, and have several blocks' worth of rows."""
-    found = {name: traffic.text_of(traffic.sizes_of(find_ladder(name))) for name in
+    found = {name: text_of(traffic.sizes_of(find_ladder(name))) for name in
              ("softmax_forward", "matmul_forward", "attention_forward", "gqa_forward",
               "global_norm")}
     check("sizes", found == dict(
@@ -293,40 +291,3 @@ def test_sizes():
         attention_forward="B=2,T=128,NH=2,HS=64", gqa_forward="B=2,T=128,NH=2,NKV=1,HS=64",
         global_norm="n=32768"),
         found)
-
-
-NCU = """==PROF== Connected to process 7
-"ID","Process ID","Process Name","Kernel Name","Context","Metric Name","Metric Unit","Metric Value"
-"0","7","python","residual_forward3(float *)","1","l1tex__t_requests_pipe_lsu_mem_global_op_ld.sum","","3,600"
-"0","7","python","residual_forward3(float *)","1","l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum","","64,000"
-"1","7","python","other","1","l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum","","1"
-"2","7","python","permute1","1","l1tex__t_requests_pipe_lsu_mem_global_op_ld.sum","","3,072"
-"""  # noqa: E501
-WIDE = """"ID","Kernel Name","l1tex__t_requests_pipe_lsu_mem_global_op_ld.sum"
-"","",""
-"0","permute1","3,072"
-"""
-
-
-def test_ncu_compared(folder):
-    """The table beside ncu's counters, of what ncu might print."""
-    (folder / "ncu.csv").write_text(NCU)
-    (folder / "launched.json").write_text(json.dumps([["residual_forward", 3,
-                                                       ["residual_forward3"]],
-                                                      ["permute", 1, ["permute1"]]]))
-    cpu = {("residual_forward", 3): [3600, 57600, *[0] * 10],
-           ("permute", 1): [3072, 12288, *[0] * 10]}
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out), mock.patch.object(counters, "KERNELS", tuple(cpu)), \
-            mock.patch.object(counters, "on_cpu", lambda *key: cpu[key]):
-        counters.main(["--read", str(folder)])
-    lines = [re.sub(" +", " ", line).strip() for line in out.getvalue().splitlines()]
-    check("the table", lines[1:] == ["residual_forward 3 loads 3,600 3,600 equal",
-                                     "their sectors 57,600 64,000 -10.0%",
-                                     "permute 1 loads 3,072 3,072 equal",
-                                     "their sectors 12,288 - unknown"], lines)
-    check("a row for each launch",
-          counters.read_ncu(WIDE)[0][1][counters.lsu("requests", "ld")[0]] == 3072)
-    check_refusal("no folder", "launched.json: could not be read .*--out writes it", counters.main,
-                  ["--read", str(folder / "none")])
-    check_refusal("no table", "no table", counters.read_ncu, "==ERROR== no permission")

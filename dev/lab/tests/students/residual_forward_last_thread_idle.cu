@@ -1,8 +1,0 @@
-// wrong: never written
-BLOCK(256, threads)
-extern "C" __global__ void my_residual_forward(
-    real* out, const real* inp1, const real* inp2, int N, int C) {
-    size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
-    if (threadIdx.x + 1 == blockDim.x) return;  // "the last one has no neighbour"
-    if (i < (size_t)N * C) from_float(out[i], to_float(inp1[i]) + to_float(inp2[i]));
-}
