@@ -5,8 +5,8 @@
     python prepro_tinyshakespeare.py --help               # other files, other vocabularies
 
 tinyshakespeare becomes GPT-2 tokens, with <|endoftext|> before it and after every blank line, so
-that each speech of the plays is a document of its own. The first 32,768 tokens, or a tenth of a
-shorter text, are for validation, the rest for training. A file is 256 int32 (magic 20240520,
+that each speech of the plays is a document of its own. The first 32,768 tokens, or the first tenth
+if that is less, are for validation, the rest for training. A file is 256 int32 (magic 20240520,
 version 1, count), then the tokens as uint16. dev/data/own_text.py does what flags ask for.
 """
 import http.client
@@ -50,7 +50,7 @@ def val_count(tokens):
 
 def write_parts(tokens, path, **kind):
     """Write the tokens for validation to path.format("val"), and the others to
-    path.format("train"). kind: see write_tokens."""
+    path.format("train"). kind: as in write_tokens, for the tokens of dev/llama3."""
     val = val_count(tokens)
     write_tokens(str(path).format("val"), tokens[:val], **kind)
     write_tokens(str(path).format("train"), tokens[val:], **kind)

@@ -3,10 +3,10 @@
     pip install -r requirements.txt && python train_gpt2.py
 
 dev/gpt2_numpy.py has the model in 40 lines of NumPy, and dev/gpt2_numpy_backward.py derives all
-gradients: begin there. Then read this file from top to bottom, with kernels.cu beside it: tables of
-all tensors; the model, each layer's forward, then its backward; the update; the loop. You may stop
-there. The rest is what these use: memory, the GPU, files and batches, a sample, the flags.
-"Faster", at the end, adds only speed: `--plain 1` leaves it out. dev/ adds features.
+gradients: begin there. Then read this file from top to bottom: tables of tensors; the model, each
+layer's forward, then its backward; the update; the loop. You may stop there. The rest is what these
+use: memory, the GPU, files and batches, a sample, the flags. "Faster", at the end, adds only speed:
+`--plain 1` leaves it out. kernels.cu has the kernels, and dev/ adds features.
 
 Sizes:
 
@@ -15,6 +15,10 @@ Sizes:
     N   tokens in a batch, B*T          C   channels of a token; OC of a linear layer's output
     V   words of the vocabulary         HS  channels of a head, C/NH
     Vp  V padded, so that the matrix product over it is fast
+
+A kernel is a function of which a GPU runs many threads at once, in blocks that run in any order and
+do not wait for each other. So a sum over all rows takes two: each block writes a partial sum, and
+add_partials adds them.
 """
 import argparse
 import ctypes
@@ -61,7 +65,7 @@ class Row(NamedTuple):
 class Config:
     """A GPT-2's sizes, as in a checkpoint's header, and its tables. `real` is the type of stored
     parameters and activations. Comments: GPT-2 124M at B=4, T=1024."""
-    maxT: int = 1024
+    maxT: int = 1024  # positions: T is at most this
     V: int = 50257
     L: int = 12
     NH: int = 12
@@ -178,9 +182,11 @@ class Norm(NamedTuple):
 #     put(array, values)            host to device
 #     get(array)                    device to host; a NumPy array stays as it is
 #     zero(array)                   all bits 0
-#     launch(kernel, items, *args)  run a kernel over numbers, rows or blocks, or (columns, rows)
+#     launch(kernel, items, *args)  run a kernel over items, or (items along x, items along y)
 #     matmul(out, left, right, ...) out = left @ right, or +=, with a bias or a GELU if asked
 #     repeat(graphs, key, work)     do work(); a fast device records its launches, and repeats them
+# launch and matmul only queue work, which is done in order; get waits for it. Functions with launch
+# in their names, behind the loop, choose blocks and shared memory.
 
 
 class GPT2:
@@ -203,10 +209,10 @@ class GPT2:
         self.device = device
         self.B = B  # the largest batch
         self.T = T  # the longest sequence
-        self.BT = None  # those of the batch that the arenas are laid out for: see set_batch
+        self.BT = None  # (B,T) of the present batch, for which set_batch lays out the arenas
         self.arenas = allocate(device, self.tables(config, device, B, T))
 
-        # Views of the arenas: a tensor is an attribute, by its name in the tables.
+        # An arena is one allocation, cut into a table's tensors: views, attributes by their names.
         self.params = self.views("parameters")
         self.grads = self.views("gradients")  # of the parameters
         self.adam = self.views("update")
@@ -217,14 +223,13 @@ class GPT2:
         self.lnf = None  # the last norm
         self.head = Linear("head", config.L, self.params.wte, None, self.grads.wte, None)
         self.slices = None  # of the N tokens, which get logits in turn
-        halves = [name for name in ("parameters", "low bits") if name in self.arenas]
-        self.masters = [*map(self.views, halves)]  # of parameters' 32 bits: in bf16, of two halves
+        self.masters = master_views(self)  # of all 32 bits of parameters: see "Its memory"
 
         self.step = 0  # steps begun
         self.micro = 0  # index of the micro-batch in the step
         self.micros = 1  # micro-batches of a step
         self.graphs = {}  # the launches of micro_step that the device has recorded
-        put_layout(self)
+        put_starts(self)  # where each tensor starts in an arena, for AdamW
 
     # ---- A layer, forward and backward
 
@@ -243,8 +248,8 @@ class GPT2:
 
     def layer_backward(self, l):
         """layer_forward(l), read upwards: each call takes the gradient of its twin's output, and
-        makes those of the twin's input and parameters. (GELU ends fc's call there, its derivative
-        fcproj's here.) dx is the gradient of the stream x, and so of each branch added to it."""
+        makes those of the twin's input and parameters. GELU ends fc's call there, its derivative
+        fcproj's here, which makes dfch. dx is the gradient of the stream, and so of each branch."""
         y, a = self.layers[l]
         dx = self.back.dresidual  # (N,C)
         dqkv = self.back.dqkv  # (N,3C)
@@ -259,7 +264,7 @@ class GPT2:
         self.linear_backward(dln1, dqkv, a.ln1, y.qkv)  # (N,3C) -> (N,C)
         self.norm_backward(dx, dln1, y.ln1)  # (N,C)
 
-    # ---- Its parts. A step's first micro-batch sets the gradients of parameters, the others add.
+    # ---- Its parts; y is one of them. A step's first micro-batch sets gradients, the others add.
 
     def linear_forward(self, out, inp, y, gelu=None):
         """out (N,OC) = inp (N,C) @ w.T (C,OC) + b (OC) of the linear layer y. gelu (N,OC), if
@@ -280,7 +285,7 @@ class GPT2:
         self.device.matmul(dinp, dout, y.w, dgelu_at=dgelu_at)  # (N,OC) @ (OC,C)
 
     def bias_backward(self, dout, y):
-        """db: blocks sum some rows of dout each; add_partials, for up to two outputs, adds up."""
+        """db: each block sums a share of the rows, 32 or more. (add_partials has two outputs.)"""
         N, OC = dout.shape
         blocks = max(1, min(128, N // 32))
         partials = self.back.partials  # (blocks,OC) fits: it has 2 x 256 x C numbers
@@ -320,8 +325,7 @@ class GPT2:
         launch_attention(self, "attention_forward", out, lse, qkv)
 
     def attention_backward(self, dqkv, dout, out, lse, qkv):
-        """dqkv (N,3C), given dout (N,C). Two kernels both compute S and dP; FlashAttention-2 (Dao
-        2023, algorithm 2) has a single kernel:
+        """dqkv (N,3C), given dout (N,C), by two kernels (Dao 2023, algorithm 2, has one):
 
             dv = P' dout      dP = dout v'      dS = P * (dP - D)
             dq = dS k / sqrt(HS)                dk = dS' q / sqrt(HS)
@@ -345,8 +349,8 @@ class GPT2:
     def embedding_backward(self):
         """dx goes to the rows of wte and wpe that x was made of. Rows of dx with the same token are
         summed in an order that the host has sorted, so that no two threads add to one number: of
-        tokens [7,3,7] order is [1,0,2], and the runs, longest first, are (1,2), (0,1). The head
-        has begun dwte; this adds."""
+        tokens 7 3 7, order is 1 0 2 (sorted: 3 7 7), and the runs (first, length), longest first,
+        are (1,2), of 7, and (0,1), of 3. The head has begun dwte; this adds."""
         B, T = self.BT
         dwte, dwpe = self.grads.wte, self.grads.wpe
         dx = self.back.dresidual
@@ -366,8 +370,8 @@ class GPT2:
         """The gradients of lnf[rows] and of wte. A step's first rows set dwte, later ones add."""
         adds = self.micro > 0 or rows.start > 0
         dlnf = self.back.dinp[rows]
-        self.device.matmul(dlnf, dlogits, self.head.w)  # (rows,Vp) @ (Vp,C)
         self.device.matmul(self.head.dw, dlogits.T, self.lnf.out[rows], accumulate=adds)
+        self.device.matmul(dlnf, dlogits, self.head.w)  # (rows,Vp) @ (Vp,C)
 
     def loss_forward(self, rows, logits, with_gradient=False):
         """losses[rows] = -log(softmax(logits)[target]). with_gradient, the logits then become the
@@ -400,7 +404,7 @@ class GPT2:
             self.loss_forward(rows, logits, with_gradient)
             if with_gradient:
                 self.head_backward(rows, logits)
-        losses = self.acts.losses  # add_loss: verdict.loss += their mean
+        losses = self.acts.losses  # verdict.loss = the mean of all of the step
         self.device.launch("add_loss", 1, self.adam.verdict, losses, self.token_weight(),
                            len(losses), self.micro > 0)
 
@@ -424,13 +428,13 @@ class GPT2:
                    arenas["adam v"])
 
     def norm_of(self, gradients):
-        """gradient_norm[0] = the norm of all gradients; behind it, each block's sum of squares."""
+        """gradient_norm[0] = the length of the whole gradient, in fp32; behind it, blocks' sums."""
         blocks = min(NORM_BLOCKS, 8 * self.device.multiprocessors)
         self.device.launch("global_norm", blocks, self.adam.gradient_norm, gradients,
                            gradients.nbytes // 4)
 
     def judge(self):
-        """Decide whether to update: the loss and the gradient's norm have to be finite."""
+        """Decide whether adamw updates: the loss and the gradient's norm have to be finite."""
         self.device.launch("judge", 1, self.adam.verdict, self.adam.gradient_norm)
 
     def adamw(self, parameters, low, gradients, m, v):
@@ -439,7 +443,7 @@ class GPT2:
             m += (1 - beta1) * (g - m)      v += (1 - beta2) * (g * g - v)
             p -= learning_rate * (m / (sqrt(v) + eps) + weight_decay * p)
 
-        with m and v corrected for their start at 0."""
+        with m and v corrected for their start at 0, and weight_decay 0 where Row.decay is."""
         adam = self.adam
         n = gradients.nbytes // 4
         self.device.launch("adamw", n, parameters, low, gradients, m, v, adam.starts, adam.decayed,
@@ -447,15 +451,14 @@ class GPT2:
 
     # ---- A step, a validation
 
-    def train_step(self, *batches, **adamw):
-        """Queue a step: the mean gradient of these packed micro-batches, then AdamW."""
-        self.start_step(**adamw)
+    def train_step(self, *batches, **settings):
+        """Queue a step: the mean gradient of packed micro-batches, one by one, then AdamW."""
+        self.start_step(**settings)
         self.micros = len(batches)
         for i, batch in enumerate(batches):
             self.micro = i
             self.set_batch(batch)
-            last = i == self.micros - 1
-            key = self.BT, self.micros, i > 0, last  # all that changes launches
+            key = self.BT, self.micros, i > 0, i == self.micros - 1  # all that changes launches
             self.device.repeat(self.graphs, key, self.micro_step)
         self.micro = 0  # forward() sees one batch alone
         self.micros = 1
@@ -546,7 +549,7 @@ class Training:
     def train(self):
         """Run the remaining steps. After the last the loop comes round once more, to validate,
         sample and save."""
-        adamw = {name: getattr(self.flags, name) for name in ADAMW_FLAGS}
+        settings = {name: getattr(self.flags, name) for name in ADAMW_FLAGS}
         batches = self.next_batches()
         for done in range(min(self.model.step, self.steps), self.steps + 1):
             self.pause(done, batches)
@@ -556,7 +559,7 @@ class Training:
             # A step: forward, backward, update.
             begun = time.perf_counter()
             rate = self.learning_rate(done)
-            self.model.train_step(*batches.packed, learning_rate=rate, **adamw)
+            self.model.train_step(*batches.packed, learning_rate=rate, **settings)
             step = SimpleNamespace(number=done + 1, rate=rate, begun=begun, batches=batches)
             batches = self.next_batches()  # while the device works
             self.finish(step)
@@ -681,7 +684,7 @@ class Training:
                             "the fault with --plain 1 and compute-sanitizer") from None
 
     def prepare(self):
-        """What can go wrong before memory is allocated."""
+        """All checks, before memory is allocated."""
         self.choose_model()
         self.device = self.make_device()
         self.check_memory()
@@ -807,7 +810,7 @@ class Printer:
 
 
 def sizes_of_depth(descriptor):
-    """The sizes of depth L, for "dL"; d12, d24, d36, d48 are GPT-2 small, medium, large, XL."""
+    """The sizes of depth L, for "dL", as in llm.c; d12, d24, d36, d48 are GPT-2 small to XL."""
     if not re.fullmatch(r"d[1-9]\d{0,2}", descriptor):
         raise UserError(f"-e {descriptor}: expected a checkpoint, or a descriptor from d1 to "
                         "d999, such as d12")
@@ -832,7 +835,24 @@ def size_of(nbytes):
 BF16 = np.uint16
 LOW = np.int16
 
-ALIGN = 64  # bytes: tensors start at multiples. C is one of 32, so parameters have no gaps
+
+def kept_as(x, dtype):
+    """fp32 numbers as fp32, BF16 or LOW. (BF16 << 16) + LOW gives all bits back: a lower half from
+    0x8000 on rounds BF16 up, and is negative in LOW. With ties to even, 0x8000 might be either."""
+    bits = x.view(np.uint32)
+    if dtype == BF16:
+        return np.where(x == x, (bits + 0x8000) >> 16, 0x7FFF).astype(BF16)
+    return bits.astype(LOW) if dtype == LOW else x
+
+
+def to_float(x):
+    """An array as fp32: from bfloat16's bits, or from fp32."""
+    return (x.astype(np.uint32) << 16).view(np.float32) if x.dtype == BF16 else x
+
+
+# Bytes: tensors start at multiples of it. C is a multiple of 32, so parameters have no gaps, and
+# AdamW runs over an arena as over one array
+ALIGN = 64
 
 
 def ceil_div(count, size):
@@ -870,7 +890,7 @@ class Verdict(NamedTuple):
     """A step's numbers, and kernels.cu's decisions: is its update made, is the run stopped?"""
     norm: float
     loss: float
-    update: float  # 1 or 0, as stopped
+    update: float  # each of these is 1 or 0
     stopped: float
 
 
@@ -977,7 +997,12 @@ def put_tensor(device, to, values):
         device.put(matrix.reshape(-1)[: new.size], kept_as(new, matrix.dtype))
 
 
-def put_layout(model):
+def master_views(model):
+    """Views of the parameters; in bf16 also of their low bits, in an arena of their own."""
+    return [model.views(name) for name in ("parameters", "low bits") if name in model.arenas]
+
+
+def put_starts(model):
     """Tell AdamW where in its arenas each tensor starts, and whether weight decay applies."""
     moments = model.tables(model.config, model.device, model.B, model.T)["adam m"]
     model.device.put(model.adam.starts, np.cumsum([0, *(row.size for row in moments)]))
@@ -1014,7 +1039,7 @@ class Kernel(NamedTuple):
         return grid, (threads,), tuple(to(arg) if to else arg for to, arg in zip(types, args))
 
 
-# Arrays in kernels.cu that launches read
+# Arrays in kernels.cu that launches read: Cuda.compile makes them attributes with these names
 SIZES = {"attention_sizes": ("rows", "threads", "shared_forward", "shared_backward"),
          "layernorm_sizes": ("threads", "row_threads", "shared_of_row")}
 
@@ -1055,9 +1080,9 @@ def layernorm_backward_launch(device, N):
 def classifier_launch(device, N, Vp, with_gradient):
     """(blocks, logits that a block caches, bytes of shared memory).
 
-        a gradient, which reads a row twice    a block a multiprocessor caches the row
-        if two rows fit                        likewise, and loads the next; the loss alone, too
-        else                                   a block a row
+        if two rows of logits fit    a block a multiprocessor, which loads the next row ahead
+        else, for a gradient         the same without loading ahead: it reads its row twice
+        else                         a block a row, and nothing is cached
     """
     room = min(2 * Vp, device.max_shared // 16 * device.W)
     loads_ahead = room == 2 * Vp
@@ -1208,7 +1233,7 @@ class Cuda:
 
 
 class UserError(Exception):
-    """An error that the user can fix, in one line: found, expected, what to do."""
+    """An error that the user can fix: what was found, what was expected, what to do."""
 
 
 class FileKind(NamedTuple):
@@ -1327,20 +1352,6 @@ def draw_parameters(c, seed):
 
     with ThreadPoolExecutor() as pool:
         yield from pool.map(draw, itertools.count(), c.parameter_table())
-
-
-def kept_as(x, dtype):
-    """fp32 numbers as fp32, BF16 or LOW. (BF16 << 16) + LOW gives all bits back: a lower half from
-    0x8000 on rounds BF16 up, and is negative in LOW. With ties to even, 0x8000 might be either."""
-    bits = x.view(np.uint32)
-    if dtype == BF16:
-        return np.where(x == x, (bits + 0x8000) >> 16, 0x7FFF).astype(BF16)
-    return bits.astype(LOW) if dtype == LOW else x
-
-
-def to_float(x):
-    """An array as fp32: from bfloat16's bits, or from fp32."""
-    return (x.astype(np.uint32) << 16).view(np.float32) if x.dtype == BF16 else x
 
 
 DATA = "data/tinyshakespeare/tiny_shakespeare_{}.bin"  # {}: train or val
@@ -1514,7 +1525,8 @@ FLAG_TYPES = {
     "eps": number(float, 1e-37)}  # the smallest numbers of fp32 would be 0 on a GPU
 ADAMW_FLAGS = ("beta1", "beta2", "eps", "weight_decay", "clip")
 
-# A flag's letter, long name, type or choices, default, and help.
+# A flag's letter, long name, type or choices, default, and help. dev/ adds flags, and has other
+# defaults for a run without any.
 FLAGS = [
     ("-i", "--train-data", "name", None, "token file to train on (default: tinyshakespeare)"),
     ("-j", "--val-data", "name", None, "token file to validate on (default: beside -i)"),
@@ -1522,7 +1534,7 @@ FLAGS = [
     ("-o", "--output", "name", None, "folder for the weights"),
     ("-b", "--batch-size", "count", 4, "B, sequences in a micro-batch"),
     ("-d", "--total-batch", "count", None, "tokens in a step of micro-batches (default: B*T)"),
-    ("-t", "--seq-len", "count", None, "T, tokens in a sequence (default: 1024)"),
+    ("-t", "--seq-len", "count", None, "T, tokens in a sequence (default: maxT, at most 1024)"),
     ("-l", "--learning-rate", "amount", 3e-4, "learning rate"),
     ("-u", "--warmup", "count or 0", 0, "steps in which the rate rises"),
     ("-q", "--final-fraction", "amount", 1.0, "what the rate falls to, as a fraction of it"),
@@ -1597,7 +1609,7 @@ def run_main(main):
 #     cuBLASLt with the bias, and Hopper's own attention      11.6         57.9
 #     GELU in the product too                                 10.5         56.0
 #     a step as one graph: this file                           8.82        55.8
-#     the chapters that a run with dev/ attaches               8.17        51.8
+#     with dev/, which replaces some verbs                     8.17        51.8
 #
 # At B=4 the host is too slow to launch one kernel after another, until the graph does it.
 

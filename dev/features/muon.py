@@ -52,10 +52,10 @@ these alone.
 
 On text that is read once, Muon reached AdamW's best validation loss in half of the steps, of 300
 and of 600: dev/RESULTS.md has the best runs, and names the commit with all. In 300 steps a momentum
-of 0.85 ended lower than 0.95. What counts in an orthogonalization is how far it lifts small singular
-values: four of Jordan's iterations, 141-fold, ended 0.09 higher than five, 485-fold, and Polar
-Express's four, 422-fold, did not. NorMuon's second moment and cautious decay changed less than
-another seed does, so they are not here.
+of 0.85 ended lower than 0.95. What counts in an orthogonalization is how far it lifts small
+singular values: four of Jordan's iterations, 141-fold, ended 0.09 higher than five, 485-fold, and
+Polar Express's four, 422-fold, did not. NorMuon's second moment and cautious decay changed less
+than another seed does, so they are not here.
 """
 import ctypes
 from pathlib import Path

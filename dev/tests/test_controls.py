@@ -14,6 +14,7 @@ import numpy as np
 from dev.data.vocabulary import vocabulary_of, write_vocabulary
 from dev.features.chat import Chatting
 from dev.features.declare import stack
+from dev.features.order import main
 from dev.features.sample import Sampling, choose, generate, nucleus, read_prompt, stream, texts
 from dev.features.tokenizer import Tokenized
 from dev.llama3.train_llama3 import Config3
@@ -21,7 +22,7 @@ from dev.tests.checks import TINY, check, check_refusal, fast
 from dev.tests.test_sample import Listed, first_coins, small_words, write_model
 from dev.tests.trainings import LLAMA, TRAINER, call
 from prepro_tinyshakespeare import write_tokens
-from train_gpt2 import coins, main
+from train_gpt2 import coins
 
 # ---- --top-p
 
