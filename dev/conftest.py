@@ -20,13 +20,13 @@ from dev.tests import checks, models, trainings
 
 # The longest files begin, so that two processes end together. Those of SPLIT are not kept whole.
 FIRST = ["test_" + x for x in "ranks programs llama3 students kills exercise races resume".split()]
-SPLIT = "test_programs", "test_llama3"
+SPLIT = "test_programs", "test_llama3", "test_planted"
 
 
 def pytest_addoption(parser):
     parser.addoption("--device", choices=("emulated", "cuda"),
                      help="default: kernels.cu emulated on the CPU, and a GPU if any")
-    more = dict(kills=0, faults=3, checked=1, numbers=0, plant=-1, checkpoint="", state="")
+    more = dict(kills=0, checked=1, numbers=0, plant=-1, checkpoint="", state="")
     for name, default in more.items():
         parser.addoption(f"--{name}", type=type(default), default=default, help="see long tests")
 

@@ -4,6 +4,7 @@ pytest runs the tests: see dev/conftest.py. test_gpt2.py uses this without pytes
 """
 import contextlib
 import inspect
+import io
 import os
 import re
 import tempfile
@@ -122,6 +123,13 @@ def finite_difference(name, f, df, *inputs):
     ahead, behind = (f(*(x + sign * s for x, s in zip(inputs, steps))) for sign in (1, -1))
     found = sum((gradient * s).sum() for gradient, s in zip(df(dout, *inputs), steps))
     return name, found, (dout * (ahead - behind)).sum() / 2, 1e-6
+
+
+def output_of(function, *args):
+    """What a call prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        function(*args)
+    return said.getvalue()
 
 
 @contextlib.contextmanager

@@ -11,10 +11,13 @@ import re
 import signal
 import subprocess
 import sys
+import urllib.error
 from unittest import mock
 
+from dev.data import own_text
+import prepro_tinyshakespeare as prepro
 from dev.data.vocabulary import PRINTING
-from dev.tests.checks import check
+from dev.tests.checks import check, output_of, working_in
 from dev.tests.folders import byte_encoding
 
 EOT = 50256
@@ -125,6 +128,18 @@ def in_process(program, *flags):
                            byte_encoding), contextlib.redirect_stdout(io.StringIO()) as out:
         program.main([str(flag) for flag in flags])
     return out.getvalue()
+
+
+def prepro_in(folder, *arguments, text=None):
+    """Run prepro in a folder. A download gives this text, or fails if there is none. Returns the
+    output."""
+    answer = mock.Mock(side_effect=urllib.error.URLError("no network"))
+    if text is not None:
+        answer = mock.Mock(side_effect=lambda *args, **more: io.BytesIO(text.encode()))
+    with (working_in(folder), mock.patch("urllib.request.urlopen", answer),
+          mock.patch.object(sys, "argv", ["prepro", *map(str, arguments)]),
+          mock.patch.object(own_text, "run_main", lambda main: main())):
+        return output_of(prepro.main)
 
 
 def contents(folder):

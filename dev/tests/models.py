@@ -9,9 +9,11 @@ import dataclasses
 import functools
 import json
 import os
+import unittest
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 
@@ -22,7 +24,8 @@ from dev.features.devices import device_class
 from dev.features.file_kinds import checked_header
 from dev.features.fp8.fp8 import fp8_device
 from dev.features.moments import SOURCE as MOMENTS
-from dev.common.gpus import capability, has_gpu
+from dev.common.gpus import GPUS, blocks_that_fit, capability, has_gpu
+from dev.common.nvrtc import compile_cuda, has_nvrtc
 from dev.features.order import FLAGS as FEATURE_FLAGS, attach
 from dev.features.recompute import LLAMA_SOURCE as RECOMPUTE_LLAMA, SOURCE as RECOMPUTE
 from dev.features.relu_attention import ReluAttention
@@ -381,6 +384,39 @@ def on_device(device, values):
     array = device.empty(values.nbytes).view(values.dtype).reshape(values.shape)
     device.put(array, values)
     return array
+
+
+AS_HOPPER = "-O1 -DHOPPER"
+
+
+def on_hopper(kind, *args, flags=AS_HOPPER, **more):
+    """A device that is made with the compiler's flags for Hopper; or None if its GPU is none."""
+    with mock.patch.dict(os.environ, CXXFLAGS=flags), contextlib.redirect_stdout(None):
+        device = kind(*args, **more)
+    if device.name == "cuda" and not device.hopper:
+        print("skipped: this GPU is no Hopper")
+        return None
+    return device
+
+
+def check_compiled(c, sources, kernels, threads, shared, *switches):
+    """Check that for sm_90a no kernel of these spills, and that a block fits a multiprocessor."""
+    if not has_nvrtc():
+        raise unittest.SkipTest("NVRTC is not installed")
+    text = "".join(path.read_text("utf-8") for path in (*c.SOURCES, *sources))
+    log, used, _ = compile_cuda(text, "sm_90a", ["-std=c++17", "-DBF16", "-DHOPPER", *c.switches(),
+                                                 *switches])
+    check("wgmma is not serialized", "serialized" not in log and "warning" not in log)
+    for name in kernels:
+        check(f"{name} spills nothing", used[name].spilled == 0, used[name])
+        check(f"{name} fits", blocks_that_fit(GPUS["9.0"], used[name], threads, shared) == 1)
+
+
+def check_in_each_order(title, device, faults, *args):
+    """Check [(what, error, limit)], which faults(*args) returns, in each order of threads."""
+    for order, found in in_each_order(device, faults, *args):
+        for what, error, limit in found:
+            check(f"{title} {order} {what}", error <= limit, f"{error:.1e}")
 
 
 def in_each_order(device, work, *args):

@@ -1,10 +1,16 @@
-"""The cases of same.py, and the models and data they train on, written here in llm.c's formats."""
-import itertools
+"""The cases of same.py, and the models and data they train on."""
+import contextlib
 import re
-import struct
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
+
+from dev.common.config import Config
+from dev.llama3.train_llama3 import Config3
+from dev.tests.trainings import file_of, random_examples
+from prepro_tinyshakespeare import write_tokens
+from train_gpt2 import replace_file
 
 USUAL = ("-i ../../data/part_train_*.bin -j ../../data/part_val_0.bin -b 2 -t 32 -x 4 -n 2 -v 2 -m "
          "2 -s 0 -l 1e-2 -c 0.1 -u 2 -q 0.1")
@@ -114,70 +120,28 @@ CASES = [
 
 # ---- Models and data
 
-
-def gpt2_table(maxT, V, L, NH, C, Vp):
-    each = [("ln1w", C), ("ln1b", C), ("qkvw", 3 * C, C), ("qkvb", 3 * C), ("attprojw", C, C),
-            ("attprojb", C), ("ln2w", C), ("ln2b", C), ("fcw", 4 * C, C), ("fcb", 4 * C),
-            ("fcprojw", C, 4 * C), ("fcprojb", C)]
-    return [("wte", Vp, C), ("wpe", maxT, C), *((name, L, *shape) for name, *shape in each),
-            ("lnfw", C), ("lnfb", C)]
-
-
-def llama_table(maxT, V, L, NH, NKV, C, multiple_of):
-    H, QKV = -(-int(8 * C / 3) // multiple_of) * multiple_of, (NH + 2 * NKV) * (C // NH)
-    each = [("ln1", C), ("qkv", QKV, C), ("attproj", C, C), ("ln2", C), ("fc", 2 * H, C),
-            ("fcproj", C, H)]
-    rows = [((f"{name}w", L, *shape), (f"{name}b", L, shape[0])) for name, *shape in each]
-    return [("wte", V, C), ("lm_head", V, C), *itertools.chain(*rows), ("lnfw", C), ("lnfb", C)]
-
-
-def table_of(model):
-    """(size of the headers, the tensors, the type of the numbers) of a checkpoint, given its
-    bytes."""
-    header = struct.unpack_from("<12i", model)
-    kind = "<u2" if header[1] == 5 else "<f4"
-    if header[0] == 20240326:
-        return 1024, gpt2_table(*header[2:8]), kind
-    return 2048, llama_table(*header[2:9]), kind
+SMALL = dict(maxT=64, V=300, L=2, NH=2)
+LLAMA = SMALL | dict(multiple_of=32, eps=1e-5, theta=500000.0)
+MODELS = {"gpt2": Config(**SMALL, C=128, Vp=384), "gpt2_128": Config(**SMALL, C=256, Vp=384),
+          "llama_tied": Config3(**LLAMA, NKV=1, C=128, scaled=0, minor=2, tied=True),
+          "llama_gqa": Config3(**LLAMA | dict(NH=4), NKV=2, C=256, scaled=1, minor=1, tied=False)}
 
 
 def data_files(folder):
     """Write models with random weights, and files of random tokens."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(1)
-    heads = {"gpt2": [20240326, 3, 64, 300, 2, 2, 128, 384],
-             "gpt2_128": [20240326, 3, 64, 300, 2, 2, 256, 384],
-             "llama_tied": [20240803, 3, 64, 300, 2, 2, 1, 128, 32, 0, 3, 2],
-             "llama_gqa": [20240803, 3, 64, 300, 2, 4, 2, 256, 32, 1, 3, 1]}
-    for name, ints in heads.items():
-        header, llama = (np.array(ints + (256 - len(ints)) * [0], "<i4").tobytes(),
-                         name.startswith("llama"))
-        if llama:
-            header += np.array([1.0, 1e-5, 500000.0] + 253 * [0], "<f4").tobytes()
-        tensors = {}
-        for row, *shape in table_of(header)[1]:
-            x = rng.normal(row[:2] == "ln" and row.endswith("w"), 0.05, shape).astype("<f4")
-            if row == "wte" and not llama:
-                x[300:] = 0  # padding
-            tensors[row] = x * (not (llama and row.endswith("b")))  # Llama's biases are zeros
-        if name == "llama_tied":
-            tensors["lm_head"] = tensors["wte"]
-        (folder / f"{name}.bin").write_bytes(header + b"".join(x.tobytes()
-                                                               for x in tensors.values()))
-    for name, count in (("train_0", 330), ("train_1",
-                                           410), ("train_2", 270), ("val_0", 400), ("long", 32768)):
+    for name, c in MODELS.items():
+        values = {row.name: rng.normal(row.mean, 0.05, row.whole_shape).astype("<f4")
+                  for row in c.parameter_table()}
+        for words in values.keys() & {"wte", "lm_head"}:
+            values[words][c.V :] = 0  # padding
+        values = {"lm_head": values["wte"]} | values
+        replace_file(folder / f"{name}.bin",
+                     c.checkpoint_parts(SimpleNamespace(**values), np.float32))
+    for name, count in (("part_train_0", 330), ("part_train_1", 410), ("part_train_2", 270),
+                        ("part_val_0", 400), ("long_train", 32768)):
         # Some are frequent, so that there is something to learn.
-        tokens = rng.zipf(1.3, count) % 300
-        header = np.array([20240520, 1, count] + 253 * [0], "<i4")
-        name = "long_train" if name == "long" else f"part_{name}"
-        (folder / f"{name}.bin").write_bytes(header.tobytes() + tokens.astype("<u2").tobytes())
-    stream, longest = [], 0
-    # Questions of HellaSwag: START, bytes, index, label, 4, then the context and four endings.
-    for i in range(5):
-        rest = [i, i % 4, 4]
-        for count in rng.integers(3, 9, 5):
-            rest += [count, *rng.integers(0, 300, count)]
-        stream += [65535, 4 + 2 * len(rest), *rest]
-        longest = max(longest, 4 + 2 * len(rest))
-    header = np.array([20240522, 1, 5, longest] + 252 * [0], "<i4")
-    (folder / "hellaswag.bin").write_bytes(header.tobytes() + np.array(stream, "<u2").tobytes())
+        with contextlib.redirect_stdout(None):
+            write_tokens(folder / f"{name}.bin", rng.zipf(1.3, count) % 300)
+    (folder / "hellaswag.bin").write_bytes(file_of(random_examples(300, 5 * [(5, (3, 8, 4, 6))])))

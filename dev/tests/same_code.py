@@ -32,7 +32,7 @@ def sections(elf):
 
 
 def code_of(job):
-    """Compile a row of CODE: {section: digest}, or NVRTC's message. Runs in a process of its
+    """Compile a row of CODE: {section: digest}, or {NVRTC's message: ""}. Runs in a process of its
     own."""
     row, text, headers = job
     options = OPTIONS.format(*row).split()
@@ -46,7 +46,7 @@ def code_of(job):
     try:
         nvrtc.compileProgram(program, options)
     except nvrtc.NVRTCError:
-        return nvrtc.getProgramLog(program).strip()[:300]
+        return {f"NVRTC could not compile it: {nvrtc.getProgramLog(program).strip()[:300]}": ""}
     found = {name: hashlib.sha256(x).hexdigest()
              for name, x in sections(nvrtc.getCUBIN(program)).items()}
     write_cache(kept, found)
@@ -63,21 +63,12 @@ def texts(tree):
 
 
 def compare_code(old, new, jobs):
-    """Yields (name, differences, sections compared) for each row of CODE."""
-    try:
-        import cupy  # noqa: F401
-    except ImportError:
-        print("skipped  machine code, which needs CuPy: pip install -r requirements.txt")
-        return
+    """Yields (name, the sections that differ, how many were compared) for each row of CODE."""
     with concurrent.futures.ProcessPoolExecutor(jobs) as pool:
-        pairs = [*zip(*(pool.map(code_of, [(row, *text) for row, text in zip(CODE, side)])
-                        for side in (old, new)))]
-    for row, (a, b) in zip(CODE, pairs):
-        name, *broken = (f"code, {' '.join(map(str, row[:4]))}",
-                         *(x for x in (a, b) if isinstance(x, str)))
-        if broken:
-            yield name, [f"NVRTC could not compile it: {broken[0]}"], 0
-            continue
-        differ = sorted(key for key in a.keys() | b.keys() if a.get(key) != b.get(key))
-        yield (name, [f"{key} (only {'OLD' if key in a else 'NEW'} has it)" *
-                      ((key in a) != (key in b)) or key for key in differ], len(a))
+        sides = [pool.map(code_of, [(row, *text) for row, text in zip(CODE, side)])
+                 for side in (old, new)]
+        for row, a, b in zip(CODE, *sides):
+            differ = [f"{key} ({'both' if key in a and key in b else 'OLD' if key in a else 'NEW'})"
+                      for key in sorted(a.keys() | b.keys())
+                      if a.get(key) != b.get(key) or key.startswith("NVRTC")]
+            yield f"code, {' '.join(map(str, row[:4]))}", differ, len(a)

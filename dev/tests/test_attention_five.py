@@ -1,27 +1,21 @@
 """Test attention's gradient with five products, dev/features/hopper/attention_five.cu, for heads of
 128 channels.
 
-    pytest dev/tests/test_attention_five.py -m longest  # on the CPU: faults are found
-
 On a Hopper GPU: also the same bits in ten runs.
 """
 import contextlib
 import io
 import os
 import re
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
-import pytest
 
 from dev.tests import hopper
 from dev.common import gpus
 from dev.common.bf16 import to_bf16
+from dev.cpu import races
 from dev.features.fp8.fp8 import fp8_device
 from dev.features.hopper import attention_five
 from dev.features.hopper.attention_five import FiveProducts
@@ -32,48 +26,13 @@ from dev.features.seams import GPT2, Training
 from dev.lab.bench import BF16_LIMIT
 from dev.llama3.train_llama3 import Config3, Llama3
 from dev.tests.checks import EXACT, check
-from dev.tests.models import SMALL_MODEL, poisoned_model
+from dev.tests.models import AS_HOPPER, SMALL_MODEL, on_hopper, poisoned_model
 from train_gpt2 import offsets, pack_batch, to_float
 
-SECONDS = 150  # time limit for the checks with one fault: some hang
-NOTICED = 3  # exit status
-CXXFLAGS = AS_HOPPER = "-O1 -DHOPPER"
-RACES = "-O1 -DHOPPER -fsanitize=thread"
+CXXFLAGS = AS_HOPPER
 A_SIZE = "B=3,T=200,NH=2,NKV=2"  # with 6 heads, of which 4 are done at once
-TWO_BLOCKS = "B=1,T=140,NH=1,NKV=1"  # the second waits for the first
-SHARED = "B=1,T=140,NH=2,NKV=1"  # with shares of its heads
-# Only the race finder sees these: it runs blocks one after another, as threads often do by chance
-A_RACE, NO_FENCE, NO_TURN, NO_WAIT = FOUND = (
-    "a part is stored before it was read", "a part is added before the copy engine can see it",
-    "a turn is not waited for", "a share is not waited for")
-NO_RACE = "nothing, and no race"
-PLANTED = (  # (what is wrong, a place in attention_five.cu, the same with a fault)
-    ("nothing", "", ""),
-    (NO_RACE, "", ""),
-    ("the first section again", "share = section + i % shares_here", "share = i % shares_here"),
-    ("all shares have the same queries", "share % shares * (GROUP / shares)", "0"),
-    ("the first share is lost", "x += __ldcg(sums + i * WORKERS);", ""),
-    ("each share stores its own sums", "if (share < shares - 1) {", "if (false) {"),
-    (NO_WAIT, "while (*summed < share) {}", ""),
-    ("no part is added", "turn > 0);\n                stores_read",
-     "false);\n                stores_read"),
-    ("the first part is added", "turn > 0);\n                stores_read",
-     "true);\n                stores_read"),
-    (NO_TURN, "while (*added < turn) {}", ""),
-    ("turns are not cleared", "turns[1 + blockIdx.x] = 0;", ""),
-    ("one warpgroup's half of dq", "half = (own.slab_first - own.first) / 64;", "half = 0;"),
-    ("dscores of a tile, not of the one before", "(n + 1) % 2 * DSCORES", "n % 2 * DSCORES"),
-    ("the mask of one slab", "if (query >= own.slab_first + SLAB) return;",
-     "if (query >= own.slab_first) return;"),
-    ("delta of the row before", "delta[row] = t < T ? sum", "delta[row] = t < T - 1 ? sum"),
-    ("dk without its factor", "dk[e] *= scale", "dk[e] *= 1.0f"),
-    ("dq without its factor", "x.x[0][n][1] = scale * four.y;", "x.x[0][n][1] = four.y;"),
-    ("the sums of half of the rows", "i < SHARES; i++) sum", "i < SHARES / 2; i++) sum"),
-    (A_RACE, "if (n >= 2) mbarrier_wait(part_read[n % 2], (n / 2 + 1) % 2);", ""),
-    (NO_FENCE, "shared_written();\n        __syncwarp();", "__syncwarp();"),
-    ("a tile is loaded before all are done",
-     "if (n >= FIVE_STAGES) mbarrier_wait(done[stage], (n / FIVE_STAGES + 1) % 2);", ""),
-)
+# A block that waits for the first; and shares of its heads
+RACE_SIZES = "B=1,T=140,NH=1,NKV=1", "B=1,T=140,NH=2,NKV=1"
 
 
 def runs_on(device_name):
@@ -160,8 +119,7 @@ def test_llama(device_name):
     float64. With any number of shares."""
     B, T, NH, HS = 2, 150, 4, 128
     c = Config3(maxT=T, V=50, L=1, NH=NH, NKV=1, C=NH * HS, multiple_of=64)
-    with mock.patch.dict(os.environ, CXXFLAGS=CXXFLAGS), contextlib.redirect_stdout(None):
-        device = device_class(device_name)("bf16", c, attention_five.SOURCES)
+    device = on_hopper(device_class(device_name), "bf16", c, attention_five.SOURCES)
     models = [kind(c, device, B, T) for kind in (
         Llama3, type("Five", (FiveProducts, Llama3), {}))]
     draw, found = np.random.default_rng(2), []
@@ -251,37 +209,10 @@ def test_others(device_name):
         yield f"asked for, {device} {plain=}", np.array(asked), wish, EXACT
 
 
-@pytest.mark.longest
-@pytest.mark.parametrize("i", range(len(PLANTED)), ids=[what for what, *_ in PLANTED])
-def test_planted(i):
-    """With a fault the checks have to fail, or to hang; without one they pass. The race finder
-    names what it finds."""
-    program = f"import sys; from dev.tests.test_attention_five import plant; sys.exit(plant({i}))"
-    try:
-        done = subprocess.run([sys.executable, "-c", program], timeout=SECONDS)
-        said = {0: "passes", NOTICED: "fails"}.get(done.returncode,
-                                                   f"error: status {done.returncode}")
-    except subprocess.TimeoutExpired:
-        said = "hangs"
-    what, fault, _ = PLANTED[i]
-    wish = ("fails", "hangs") if fault else ("passes",)
-    if what in FOUND:
-        wish = ("fails",)
-    check(what, said in wish, said)
-
-
-def plant(i):
-    """Check with one fault. Returns the exit status."""
-    what, right, wrong = PLANTED[i]
-    text = attention_five.SOURCE.read_text("utf-8")
-    assert not right or text.count(right) == 1, f"{right!r} is there {text.count(right)} times"
-    sizes, flags = [A_SIZE, *hopper.FIVE_CHECKS], AS_HOPPER
-    if what in (*FOUND, NO_RACE):
-        sizes, flags = [SHARED if what == NO_WAIT else TWO_BLOCKS], RACES
-    if what == NO_RACE:
-        sizes.append(SHARED)
-    with (tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, CXXFLAGS=flags),
-          mock.patch.object(hopper, "FIVE", (
-              attention_five.SOURCES[0], Path(folder) / "attention_five.cu"))):
-        hopper.FIVE[1].write_text(text.replace(right, wrong) if right else text, "utf-8")
-        return 0 if all(checked("emulated", text, "AT_ONCE=4")[0] for text in sizes) else NOTICED
+def wrong(sources=attention_five.SOURCES, race=False):
+    """The first wrong result of these sources, or what a CPU says, or "". race: look for races."""
+    sizes = RACE_SIZES if race else [A_SIZE, *hopper.FIVE_CHECKS]
+    with (mock.patch.dict(os.environ, CXXFLAGS=f"{AS_HOPPER} {races.FLAG}" if race else AS_HOPPER),
+          mock.patch.object(hopper, "FIVE", tuple(sources))):
+        results = (checked("emulated", text, "AT_ONCE=4") for text in sizes)
+        return next((said or "wrong" for right, said in results if not right), "")

@@ -10,7 +10,7 @@ import pytest
 from dev.features import seams
 from dev.features.checkpoints import background_writer
 from dev.tests.checks import TINY, check, fast
-from dev.tests.trainings import call, killed_in
+from dev.tests.trainings import call, check_error, killed_in, ran, trained
 
 LOSSES = (5, 4, 3, 3.5, 2, 2.5, 2.6)  # after 0, 2, 4 .. 12 steps: the lowest is that of 8
 RISING = (5, 4, 3, 3.5, 3.1, 3.2, 1)  # 4 is the lowest for a while
@@ -18,18 +18,12 @@ RISING = (5, 4, 3, 3.5, 3.1, 3.2, 1)  # 4 is the lowest for a while
 pytestmark = pytest.mark.usefixtures("token_data")
 
 
-def train(output, losses, *flags, status=0):
+def train(output, losses, *flags, **more):
     """Train with these validation losses. Returns what is printed, with an error's line."""
-    start = []
-    if "-y" not in flags:
-        start = ["-e", TINY, "-i", output.parent / "part_train_0.bin", "-j",
-                 output.parent / "part_val_0.bin", "-b", 2, "-t", 8, "-x", 12, "-v", 2, "-m", 1,
-                 "-s", 0, "-l", 1e-2]
+    every = () if "-y" in flags else ("-x", 12, "-v", 2, "-m", 1)
     with mock.patch.object(seams.Training, "total_loss",
                            lambda self, batches: losses[self.model.step // 2]):
-        found, *said = call("--device", "cpu", *start, *flags, "-o", output)
-    check(f"{output.name} {flags}: status", found == status, said[1])
-    return "".join(said)
+        return trained(output, *every, *flags, **more)
 
 
 def names(output, pattern="best_*"):
@@ -59,9 +53,8 @@ def test_best_is_kept(folder):
         ("ema", ".bin"), ("model", ".bin"), ("run", ".json"))), "state_00000012_00000.bin"]
     check("-nk 1 removes all else of step 8", left == ["DONE_00000012", *wish], left)
     for flags in (("-x", 2), ("--sample", "", "-g", 2, "--temperature", 0)):
-        status, _, error = call("--device", "cpu", "-e", best, "-i", folder / "part_train_0.bin",
-                                "-v", 0, "-s", 0, "-t", 8, *flags)
-        check(f"-e {best.name} {flags}", status == 0, error)
+        ran("--device", "cpu", "-e", best, "-i", folder / "part_train_0.bin", "-v", 0, "-s", 0,
+            "-t", 8, *flags)
 
 
 def test_killed_and_resumed(folder):
@@ -158,9 +151,7 @@ def test_refused(folder):
                        (("--best", "-o", output, "-v", 0), "--best: .* -v 0 .*expected another -v"),
                        (("--patience", 2, "-m", 0), "--patience: .* -m 0 .*expected another -m"),
                        (("--patience", -1), "--patience: -1: expected at least 0")):
-        status, _, error = call("--device", "cpu", *flags, *more)
-        ok = status == 1 and re.fullmatch(f"error: {wish}.*\n", error)
-        check(f"refused: {wish}", ok, error)
+        check_error(wish, "--device", "cpu", *flags, *more)
     train(output, LOSSES, "--best", "-n", 6)
     path = output / "run_00000012.json"
     notes = json.loads(path.read_text())

@@ -7,11 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from dev.common.config import Config, read_parameters
+from dev.common.config import Config
 from dev.features.order import has_gpu
-from dev.tests.checks import TINY, TOP, check, fast, numbers_of
+from dev.tests.checks import TINY, TOP, check, fast
 from dev.tests.models import dtypes_of
-from dev.tests.trainings import LLAMA, call, place_of, two_token_files
+from dev.tests.trainings import (LLAMA, TRAINER, WAYS, call, check_error, place_of, same_bits,
+                                 two_token_files)
 
 
 TINY_RUN = "-e", TINY, "-i", "tokens.bin", "-j", "tokens.bin", "-b", 2, "-t", 8, "-x", 3, "-s", 0
@@ -60,36 +61,15 @@ def test_refusals(device_name, folder):
                          ("-x 1: expected 3 or more", *tiny, "-o", "out", "-y", 1, "-x", 1),
                          ("the loss of step 2 is", *tiny, "-l", "1e30"),
                          *([] if has_gpu() else [("--device cpu", "--device", "cuda")])]:
-        status, _, error = call("--device", place_of(device_name), *flags)
-        ok = status == 1 and re.fullmatch(f"error: .*{wish}.*\n", error)
-        check(f"refused: {wish}", ok, "" if ok else f"{status}, {error!r}")
+        check_error(wish, "--device", place_of(device_name), *flags)
 
 
 def test_command_line(device_name, folder):
     """Two runs of train_gpt2.py give the same bits, and other ways of computing nearly the same."""
     two_token_files(folder)
     os.chdir(folder)
-    trained = [(dtype, f"{dtype}_{again}") for dtype in dtypes_of(device_name)[::2]
-               for again in (1, 2)]
-    others = [(name, "--dtype", "fp32", *flags) for name, *flags in (
-        ("plain", "--plain", 1), ("no_graph", "--graph", 0), ("recompute", "--recompute", 1),
-        ("recompute_2", "--recompute", 2), ("moments", "--moments", "bf16"))]
-    for name, *flags in [*others, *((name, "--dtype", dtype) for dtype, name in trained)]:
-        status, _, error = call("--device", place_of(device_name), *TINY_RUN, *flags, "-o", name)
-        check(f"train_gpt2.py: three steps {name}", status == 0 and not error, error)
-
-    def result(name):
-        return folder / name / "model_00000003.bin"
-
-    for (dtype, one), (_, two) in zip(trained[::2], trained[1::2]):
-        same_config = Config.from_file(result(one)) == Config.from_file(TINY)
-        check(f"train_gpt2.py: its checkpoint in {dtype} is one", same_config)
-        same = result(one).read_bytes() == result(two).read_bytes() != TINY.read_bytes()
-        check(f"train_gpt2.py: the same bits again in {dtype}", same)
-    c = Config.from_file(TINY)
-    for name, *_ in others:  # computed in another way, so not with the same bits on every device
-        yield (f"{name}", *(numbers_of(read_parameters(result(x), c)) for x in (name, "fp32_1")),
-               5e-4)
+    yield from same_bits(device_name, folder, TRAINER, TINY, Config, dtypes_of(device_name)[::2],
+                         *WAYS, ("recompute_2", "--recompute", 2), ("moments", "--moments", "bf16"))
     lines = (folder / "fp32_1" / "main.log").read_text()
     steps = "".join(rf"s:{step} trl:\d\.\d{{4}} lr:0\.000300 norm:\d+\.\d\d\n"
                     for step in (0, 1, 2))

@@ -20,7 +20,7 @@ from dev.features.tokenizer import Tokenized
 from dev.llama3.train_llama3 import Config3
 from dev.tests.checks import TINY, check, check_refusal, fast
 from dev.tests.test_sample import Listed, first_coins, small_words, write_model
-from dev.tests.trainings import LLAMA, TRAINER, call
+from dev.tests.trainings import LLAMA, TRAINER, call, check_error, ran
 from prepro_tinyshakespeare import write_tokens
 from train_gpt2 import coins
 
@@ -322,26 +322,22 @@ def test_training(folder):
     with small_words(folder):
         for name, (program, path) in models.items():
             more = ("--temperature", 0, "-l", 0, "--sample-prompt", "FILE:begin.txt")
-            status, text, error = call(*flags, "-e", path, "-x", 2, "-n", 1, "-o", f"out {name}",
-                                       *more, program=program)
-            assert not status, error
+            text = ran(*flags, "-e", path, "-x", 2, "-n", 1, "-o", f"out {name}", *more,
+                       program=program)
             truth = sampled(program, path, "--sample", "FILE:begin.txt", "-g", 9, "-t", 8,
                             "--temperature", 0)[0].removesuffix("\n")
             check(f"{name}: as --sample writes", samples(text) == 2 * [truth] and
                   truth.startswith("<|endoftext|>B\n"), f"{samples(text)} {truth!r}")
             os.rename("begin.txt", "elsewhere.txt")
-            status, text, error = call("--device", "cpu", "-o", f"out {name}", "-y", 1, "-x", 3,
-                                       program=program)
-            check(f"{name}: a resumed run needs no file", samples(text) == 2 * [truth], error)
+            text = ran("--device", "cpu", "-o", f"out {name}", "-y", 1, "-x", 3, program=program)
+            check(f"{name}: a resumed run needs no file", samples(text) == 2 * [truth], text)
             os.rename("elsewhere.txt", "begin.txt")
             stop = stop_in(truth[17:])
-            status, text, error = call(*flags, "-e", path, "-x", 1, *more, "--stop", stop,
-                                       program=program)
+            text = ran(*flags, "-e", path, "-x", 1, *more, "--stop", stop, program=program)
             wish = f"<|endoftext|>B\n{truth[15:].split(stop)[0]}"
             check(f"{name}: --stop {stop!r}", samples(text) == [wish], samples(text))
         for more in (("-s", 0), ("--sample", "A")):
-            status, text, error = call("--device", "cpu", "-o", "out chars", "-y", 1, *more)
-            check(f"a resumed run with {more[0]} needs no prompt", status == 0, error)
+            ran("--device", "cpu", "-o", "out chars", "-y", 1, *more)  # which needs no prompt
         nucleus, greedy = (samples(call(*flags, "-e", models["gpt2"][1], "-x", 1, *more)[1])
                            for more in (("--top-p", 1e-9), ("--temperature", 0)))
         check("--top-p alone", nucleus == greedy and len(greedy) == 1, f"{nucleus} {greedy}")
@@ -384,9 +380,7 @@ def test_refusals(folder):
             ("--top-p: invalid probability value: 'x'", *sample, "--top-p", "x"),
             ("-e empty: .*; empty is a folder, and no run's: it has no model_", *sample, "-e",
              "empty")):
-        status, text, error = call("--device", "cpu", *flags)
-        check(f"{' '.join(map(str, flags))}", status == 1 and re.fullmatch(
-            f"error: ({wish}).*\n", error) and not text, text + error)
+        check_error(wish, "--device", "cpu", *flags, early=True)
 
 
 def test_ranks():

@@ -4,9 +4,7 @@ machine.
 dev/tests/test_convert_llama3.py tests it on Llama 3, dev/tests/test_hf_tokenizer.py the tokenizer
 of a folder. This needs safetensors and huggingface_hub.
 """
-import contextlib
 import functools
-import io
 import json
 from unittest import mock
 
@@ -16,8 +14,8 @@ from dev.common.bf16 import to_bf16
 from dev.common.config import Config, read_parameters
 from dev.features.seams import GPT2
 from dev.llama3.train_llama3 import Config3
-from dev.tests.checks import (
-    TINY, check, check_bad_files, check_refusal, fast, header_refusal, with_numbers)
+from dev.tests.checks import (TINY, check, check_bad_files, check_refusal, fast, header_refusal,
+                              output_of, with_numbers)
 from dev.tests.fake_hub import a_hub, downloaded, hub_set, serve
 from dev.tests.folders import LIBRARY, check_bad_folders, check_types, read_folder, write_folder
 from dev.tests.models import FIXTURES, LIMITS, device_of
@@ -72,13 +70,6 @@ def expected_checkpoint(tensors, dtype, sizes=(maxT, V, L, NH, C), Vp=256):
         tensors["ln_f.bias"]))
 
 
-def quietly(function, *args):
-    """(what a call returns, what it prints)."""
-    with contextlib.redirect_stdout(io.StringIO()) as said:
-        result = function(*args)
-    return result, said.getvalue()
-
-
 def test_fixture(folder):
     """A folder that transformers wrote: its tensors, the logits that transformers computed, and the
     same folder again.
@@ -96,7 +87,7 @@ def test_fixture(folder):
     model.forward(truth["tokens"], truth["tokens"])
     found = model.device.get(model.acts.logits)[:, : c.V].reshape(truth["logits"].shape)
     yield "the fixture's logits", found, truth["logits"], LIMITS["fp32"]
-    _, said = quietly(convert.checkpoint_to_folder, path, target)
+    said = output_of(convert.checkpoint_to_folder, path, target)
     check("the fixture again: its tensors", read_folder(target) == theirs)
     wish, found = (json.loads((where / "config.json").read_text()) for where in (FIXTURE, target))
     found["dtype"] = found.pop("torch_dtype")
@@ -135,7 +126,7 @@ def test_round_trips(folder):
         wish = expected_checkpoint(tensors, dtype)
         check(f"{name}: the checkpoint", path.read_bytes() == wish)
         with mock.patch.multiple(convert, SHARD_BYTES=200000 if files > 1 else 10**9, CHUNK=1000):
-            quietly(convert.checkpoint_to_folder, path, target)
+            output_of(convert.checkpoint_to_folder, path, target)
             made = sorted(file.name for file in target.iterdir())
             check(f"{name}: one file or several", ("model.safetensors" in made) == (files == 1),
                   made)
@@ -159,10 +150,10 @@ def test_round_trips(folder):
         check(f"prefix '{prefix}', {files} files, a head alone", path.read_bytes() == wish)
     source = folder / "only a head 1"
     (source / "config.json").unlink()
-    quietly(convert.folder_to_checkpoint, str(source / "model.safetensors"), path)
+    output_of(convert.folder_to_checkpoint, str(source / "model.safetensors"), path)
     check("a head alone, in one file",
           path.read_bytes() == expected_checkpoint(random_tensors(np.float32), np.float32))
-    quietly(convert.checkpoint_to_folder, TINY, folder / "tiny")
+    output_of(convert.checkpoint_to_folder, TINY, folder / "tiny")
     convert.folder_to_checkpoint(str(folder / "tiny"), folder / "again.bin")
     check("gpt2_tiny: the same again", (folder / "again.bin").read_bytes() == TINY.read_bytes())
 
@@ -171,7 +162,7 @@ def test_round_trips(folder):
 def test_other_types(folder):
     """Numbers are rounded to bf16 if asked for; fp32 keeps them as they are."""
     def main(source, target, asked):
-        quietly(convert.main, [source, target, *(["--dtype", asked] if asked else [])])
+        output_of(convert.main, [source, target, *(["--dtype", asked] if asked else [])])
 
     cases = (np.float32, "bf16", BF16), (BF16, "fp32", np.float32), (np.float16, None, np.float32)
     check_types(folder, cases, random_tensors, CONFIG, main, expected_checkpoint)
@@ -182,7 +173,7 @@ def test_other_types(folder):
               for name, array in one.items()}
     check("bfloat16 beside float32",
           (folder / "mixed.bin").read_bytes() == expected_checkpoint(values, np.float32))
-    quietly(convert.main, [str(folder / "0.bin"), str(folder / "back"), "--dtype", "fp32"])
+    output_of(convert.main, [str(folder / "0.bin"), str(folder / "back"), "--dtype", "fp32"])
     found = read_folder(folder / "back")["transformer.h.1.attn.c_proj.weight"]
     rounded = to_float(to_bf16(random_tensors(np.float32)["h.1.attn.c_proj.weight"]))
     check("bfloat16 to float32, as a folder", found == ("F32", (C, C), rounded.tobytes()))
@@ -198,7 +189,7 @@ def test_one_file(folder):
         write_folder(source, random_tensors(np.float32, prefix), CONFIG)
         (source / "config.json").unlink()
         (source / "model.safetensors").rename(source / "gpt2.safetensors")
-        _, said = quietly(convert.folder_to_checkpoint, str(source / "gpt2.safetensors"), path)
+        said = output_of(convert.folder_to_checkpoint, str(source / "gpt2.safetensors"), path)
         check(f"one file, prefix '{prefix}'", path.read_bytes() == wish)
         check("one file: what is taken for granted is said", "NH = 2 heads of 64 channels" in said,
               said.strip())
@@ -352,8 +343,7 @@ def test_a_run(folder):
     (run / "DONE_00000002").touch()
     (run / "model_00000003.bin").touch()
     for source in TINY, run:
-        with contextlib.redirect_stdout(None):
-            convert.main([str(source), str(folder / f"of_{source.stem}")])
+        convert.main([str(source), str(folder / f"of_{source.stem}")])
     ours, whole = (folder / f"of_{path.stem}/model.safetensors" for path in (run, TINY))
     check("the same weights", ours.read_bytes() == whole.read_bytes())
 
@@ -370,7 +360,7 @@ def test_replaced_files(folder):
     left = sorted(file.name for file in target.iterdir())
     check("full disk: what was there before", left == ["config.json"] and (
         target / "config.json").read_text() == "older", left)
-    quietly(convert.checkpoint_to_folder, TINY, target)
+    output_of(convert.checkpoint_to_folder, TINY, target)
     left = sorted(file.name for file in target.iterdir())
     check("a folder's older files are replaced", left == ["config.json", "model.safetensors"] and
           json.loads((target / "config.json").read_text())["n_head"] == 2, left)
@@ -419,7 +409,7 @@ def test_hub(folder):
                                   *arguments)
                     check(f"{title}: nothing is written", not out.exists())
                 else:
-                    quietly(*arguments)
+                    output_of(*arguments)
                     check(title, out.read_bytes() == wish)
                     out.unlink()
         check_refusal("the hub", "has no model.safetensors, nor", convert.folder_to_checkpoint,
@@ -445,16 +435,17 @@ def test_transformers_loads(folder):
 
     truth = np.load(LOGITS)
     convert.folder_to_checkpoint(str(FIXTURE), folder / "fixture.bin")
-    quietly(convert.checkpoint_to_folder, folder / "fixture.bin", folder / "fixture")
+    output_of(convert.checkpoint_to_folder, folder / "fixture.bin", folder / "fixture")
     found, _ = logits(folder / "fixture", truth["tokens"])
     yield "the fixture's logits", found, truth["logits"], 2e-6
-    quietly(convert.checkpoint_to_folder, folder / "fixture.bin", folder / "fixture in bf16", BF16)
+    output_of(convert.checkpoint_to_folder, folder / "fixture.bin", folder / "fixture in bf16",
+              BF16)
     found, model = logits(folder / "fixture in bf16", truth["tokens"])
     check("bf16: the type of the weights", model.dtype == torch.bfloat16, model.dtype)
     yield "bf16: the fixture's logits", found, truth["logits"], LIMITS["bf16"]
     state = np.fromfile(FIXTURES / "gpt2_tiny_debug_state.bin", "<i4")
     with mock.patch.object(convert, "SHARD_BYTES", 100000):
-        quietly(convert.checkpoint_to_folder, TINY, folder / "tiny")
+        output_of(convert.checkpoint_to_folder, TINY, folder / "tiny")
     B, T = state[2:4]
     found, model = logits(folder / "tiny", state[256:][: B * T].reshape(B, T))
     yield ("the dump's logits", found,

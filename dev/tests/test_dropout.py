@@ -1,4 +1,4 @@
-"""Test --dropout: its bits against SplitMix64 in Python's integers, its gradients against PyTorch's
+"""Test --dropout: its bits against the lab's SplitMix64, its gradients against PyTorch's
 with the same masks, and runs that stop and resume."""
 import functools
 from types import SimpleNamespace
@@ -16,11 +16,13 @@ from dev.features.dropout import SOURCE
 from dev.features.ranks.ranks import Ranks
 from dev.features.recompute import LLAMA_SOURCE, SOURCE as RECOMPUTE
 from dev.features.seams import GPT2, Training
+from dev.lab.kernels.adamw_bf16 import splitmix64
 from dev.llama3.train_llama3 import Config3, Llama3
 from dev.tests.checks import EXACT, FIXTURES, TINY, check, check_refusal, normal, words
 from dev.tests.in_torch import parameters_in_torch, sum_in_torch
 from dev.tests.models import gradients, in_each_order, model_class, on_device
-from dev.tests.trainings import LLAMA, TRAINER, call, check_resumed, place_of, token_files
+from dev.tests.trainings import (LLAMA, TRAINER, call, check_resumed, place_of, token_files,
+                                 trained)
 from train_gpt2 import to_float
 
 B, T = 3, 5
@@ -30,24 +32,13 @@ CONFIGS = {GPT2: Config(maxT=7, V=259, L=L, NH=2, C=C, Vp=320),
            Llama3: Config3(maxT=7, V=259, L=L, NH=2, C=C, NKV=1)}
 
 
-def splitmix(seed, i):
-    """The i-th number of SplitMix64 from a seed, by Vigna's splitmix64.c, in Python's integers."""
-    bits = 2**64 - 1
-    x = (seed + (i + 1) * 0x9E3779B97F4A7C15) & bits
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & bits
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & bits
-    return x ^ (x >> 31)
-
-
 def mask(seed, step, site, first, n, P):
     """What n numbers of a site are multiplied by, from the index `first` of a step's numbers on:
     0, or 1 / (1 - P). float64."""
-    key = splitmix(seed, step * 65536 + site)
-    found = []
-    for i in range(first, first + n):
-        bits = splitmix(key, i // 2) >> (32 * (i % 2)) & 0xFFFFFFFF
-        found.append(0.0 if bits < round(P * 2**32) else 1 / (1 - P))
-    return np.array(found)
+    key = splitmix64(seed, step * 65536 + site)
+    i = np.arange(first, first + n, dtype=np.uint64)
+    bits = splitmix64(key, i // 2) >> 32 * (i % 2) & 0xFFFFFFFF
+    return np.where(bits < round(P * 2**32), 0.0, 1 / (1 - P))
 
 
 @functools.cache
@@ -77,13 +68,6 @@ def dropped_model(device_name, Model=GPT2, P=0.25, rank=0, count=1, flags=()):
 
 def batches(count):
     return [(words(259, B, T), words(259, B, T)) for _ in range(count)]
-
-
-def test_splitmix():
-    """The first numbers of the seed 1234567, as published with the Rosetta Code task."""
-    found = [splitmix(1234567, i) for i in range(3)]
-    check("splitmix64", found == [6457827717110365317, 3203168211198807973, 9817491932198370423],
-          found)
 
 
 def test_kernels(device_name):
@@ -228,28 +212,21 @@ def check_runs(device_name, folder, name, program, model, *more):
     seed draws other masks."""
     token_files(folder)
 
-    def train(*flags):
-        status, text, error = call("-e", model, *"-b 2 -t 32 -d 128 -v 3 -m 1 -s 0".split(),
-                                   "-i", folder / "part_train_*.bin", "-j",
-                                   folder / "part_val_0.bin", "--device", place_of(device_name),
-                                   *more, *flags, program=program)
-        if status:
-            raise AssertionError(error)
-        return text
-
-    whole = folder / name
-    P = "--dropout", 0.5
-    text = train("-x", 4, "-o", whole, "-n", 2, *P)
-    _, again = check_resumed(name, whole, lambda copy: train("-x", 4, "-o", copy, "-y", 1), 4)
+    place = dict(device=place_of(device_name), program=program)
+    flags = "-e", model, "-t", 32, "-d", 128, "-v", 3, "-m", 1, *more
+    whole, P = folder / name, ("--dropout", 0.5)
+    text = trained(whole, *flags, "-x", 4, "-n", 2, *P, **place)
+    _, again = check_resumed(name, whole, lambda copy: trained(copy, "-y", 1, **place), 4)
     check(f"{name}: no warning", "--dropout" not in again, again)
-    others = [train("-x", 1, *given) for given in ((), P, (*P, "--seed", 43))]
+    others = [trained(folder / f"{name} {i}", *flags, "-x", 1, *given, **place)
+              for i, given in enumerate(((), P, (*P, "--seed", 43)))]
     losses, values = ([next(line.split(" | lr")[0] for line in output.splitlines()
                             if line.startswith(what)) for output in (text, *others)]
                       for what in ("step    1/", "val loss"))
     losses = [line.split()[4] for line in losses]
     check(f"{name}: the first loss", losses[0] == losses[2] and len({*losses}) == 3, losses)
     check(f"{name}: the same validation before it", len({*values}) == 1, values)
-    again = train("-o", whole, "-y", 1, "-x", 4, "--seed", 43)
+    again = trained(whole, "-y", 1, "-x", 4, "--seed", 43, **place)
     check(f"{name}: another seed: a warning", "WARNING" in again and "--seed" in again, again)
 
 

@@ -12,9 +12,9 @@ from dev.features.ema import SOURCE
 from dev.features.order import FLAGS as FEATURE_FLAGS, attach
 from dev.features.outliers import SOURCE as OUTLIERS
 from dev.features.seams import GPT2, Training
-from dev.tests.checks import EXACT, TINY, check
+from dev.tests.checks import EXACT, check
 from dev.tests.models import model_class
-from dev.tests.trainings import call, check_resumed, token_files
+from dev.tests.trainings import check_resumed, token_files, trained
 from train_gpt2 import UserError, pack_batch
 
 CONFIG = Config(maxT=23, V=251, L=2, NH=2, C=64, Vp=263)
@@ -68,13 +68,6 @@ def recurrence(dtype, decay):
 # ---- Runs
 
 
-def train(output, *flags, status=0):
-    """Call the trainer, and return its output."""
-    found, *said = call("--device", "cpu", "-o", output, *flags)
-    check(f"{output.name}: status", found == status, said[1])
-    return "".join(said)
-
-
 def names(output):
     return sorted(path.name for path in output.glob("*_0*"))
 
@@ -83,12 +76,11 @@ def runs(folder, dtype):
     """A run that stops and resumes leaves the same bytes; old averages are removed with their
     checkpoints."""
     whole, plain = folder / f"{dtype} whole", folder / f"{dtype} plain"
-    flags = ("-e", TINY, "-i", folder / "part_train_0.bin", "-j", folder / "part_val_0.bin",
-             "-b", 2, "-t", 8, "-v", 0, "-s", 0, "-l", 1e-2, "--dtype", dtype, "-n", 2)
-    text = train(whole, *flags, "-x", 4, "--ema", 0.75)
+    flags = "--dtype", dtype, "-n", 2
+    text = trained(whole, *flags, "-x", 4, "--ema", 0.75)
     check("the arena is in the tables", "\naverage      | " in text)
-    parts, _ = check_resumed(dtype, whole, lambda copy: train(
-        copy, "-y", 1, "-v", 0, "-s", 0), 4)  # --ema keeps its value
+    # --ema keeps its value
+    parts, _ = check_resumed(dtype, whole, lambda copy: trained(copy, "-y", 1), 4)
     same = ((whole / "ema_00000004.bin").read_bytes() ==
             (parts / "ema_00000004.bin").read_bytes())
     check(f"{dtype}: 4 steps and 2 + 2: the average", same)
@@ -99,16 +91,16 @@ def runs(folder, dtype):
         row.size for row in Config.from_file(ema).parameter_table()))
 
     (parts / "ema_00000004.bin").unlink()
-    text = train(parts, "-y", 1, "-x", 5, status=1)
+    text = trained(parts, "-y", 1, "-x", 5, status=1)
     check("a file is missing: an error", "ema_00000004.bin: is not there" in text)
-    train(plain, *flags, "-x", 4)
+    trained(plain, *flags, "-x", 4)
     check("without --ema: no file", not [*plain.glob("ema*")])
     same = model.read_bytes() == (plain / model.name).read_bytes()
     check("without --ema: the same parameters", same)
     state = (plain / "state_00000004_00000.bin").read_bytes()
     # The average is the last parameters, or those of step 4.
     decay = 0 if dtype == "fp32" else 0.9999999
-    text = train(plain, "-y", 1, "-x", 6, "-v", 0, "-s", 0, "--ema", decay, "-nk", 1)
+    text = trained(plain, "-y", 1, "-x", 6, "-v", 0, "-s", 0, "--ema", decay, "-nk", 1)
     check("begun later: a warning", "begins after step 4" in text)
     left = ["DONE_00000006", "ema_00000006.bin", "model_00000006.bin", "run_00000000.json",
             "run_00000006.json", "state_00000006_00000.bin"]
@@ -121,9 +113,9 @@ def runs(folder, dtype):
     if dtype == "fp32":
         ema, model = (plain / f"{name}_00000006.bin" for name in ("ema", "model"))
         check("D = 0: the parameters", ema.read_bytes() == model.read_bytes())
-        train(whole, "-y", 1, "-x", 6, "-v", 0, "-s", 0, "-nk", 1)
+        trained(whole, "-y", 1, "-x", 6, "-v", 0, "-s", 0, "-nk", 1)
         check("averages before it are gone", names(whole) == left, names(whole))
-        text = train(folder / "alone", *flags, "-n", 0, "-x", 2, "--ema", 0.5)
+        text = trained(folder / "alone", *flags, "-n", 0, "-x", 2, "--ema", 0.5)
         left = ["ema_00000002.bin", "model_00000002.bin", "run_00000000.json"]
         check("no -n: at the end", names(folder / "alone") == left, names(folder / "alone"))
 

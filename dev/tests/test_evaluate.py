@@ -1,6 +1,5 @@
 """Test dev/tools/evaluate.py: against dev/gpt2_numpy.py in float64, against transformers on the
 exported folder, and its windows against Hugging Face's guide."""
-import contextlib
 import re
 from types import SimpleNamespace
 from unittest import mock
@@ -14,7 +13,7 @@ from dev.data.vocabulary import Vocabulary, write_vocabulary
 from dev.features.devices import make_device
 from dev.features.seams import GPT2
 from dev.tests.checks import EXACT, FIXTURES, TINY, check, fast, words
-from dev.tests.trainings import call
+from dev.tests.trainings import check_error, ran
 from dev.tools import convert, evaluate
 
 TEXT = "To be, or not to be: thät is the question.<|endoftext|>Whether 'tis nobler\n" * 3
@@ -65,8 +64,7 @@ def test_windows():
 
 def figures(*args):
     """The four numbers that the program prints, and its first lines."""
-    status, text, error = call("--device", "cpu", *args, program="dev.tools.evaluate")
-    check(f"{args}: status", status == 0, error)
+    text = ran("--device", "cpu", *args, program="dev.tools.evaluate")
     found = re.search(r"loss (\S+) nats per token, over (\S+) tokens\nperplexity (\S+)\nbits per "
                       r"byte (\S+)\n$", text)
     return [float(number.replace(",", "")) for number in found.groups()], text
@@ -128,8 +126,7 @@ def test_against_transformers(folder):
     n = ids.shape[1]
     for name in ("gpt2_tiny", "llama_gqa", "llama_tied"):
         path = FIXTURES / f"{name}.bin"
-        with contextlib.redirect_stdout(None):
-            convert.checkpoint_to_folder(path, folder / name)
+        convert.checkpoint_to_folder(path, folder / name)
         model = AutoModelForCausalLM.from_pretrained(folder / name, local_files_only=True)
         T = 40
         for S in (11, T):
@@ -181,9 +178,7 @@ def test_refused(folder):
             ((*text, "-t", 8, "--stride", 9), "--stride 9: expected at most T = 8"),
             ((*text, "--stride", 0), "--stride: 0: expected at least 1"),
             ((*text, "-e", folder / "text.txt"), "text.txt: .*expected")):
-        status, _, error = call("--device", "cpu", "-e", TINY, *flags, program="dev.tools.evaluate")
-        ok = status == 1 and re.fullmatch(f"error: .*{wish}.*\n", error)
-        check(f"refused: {wish}", ok, error)
+        check_error(wish, "--device", "cpu", "-e", TINY, *flags, program="dev.tools.evaluate")
     with mock.patch.object(Letters, "encode", lambda *args, **more: [1, 400]):
-        error = call("--device", "cpu", "-e", TINY, *text, program="dev.tools.evaluate")[2]
-        check("refused: a word that the model does not have", "token 1 is 400" in error, error)
+        check_error("token 1 is 400", "--device", "cpu", "-e", TINY, *text,
+                      program="dev.tools.evaluate")

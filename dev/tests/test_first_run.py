@@ -2,7 +2,6 @@
 to write words, and that its held-out loss falls to the end. And models of own sizes
 (dev/features/own_sizes.py): their tables, what is refused, that they resume, write and convert.
 """
-import contextlib
 import os
 import re
 import shutil
@@ -26,7 +25,7 @@ from dev.features import first_run
 from dev.features.order import check_refused, table_of_flags, with_defaults
 from dev.llama3.train_llama3 import Config3
 from dev.tests.checks import EXACT, TINY, TOP, check, fast
-from dev.tests.trainings import LLAMA, TRAINER, call, check_resumed
+from dev.tests.trainings import LLAMA, TRAINER, call, check_error, check_resumed, ran
 from dev.tools import convert
 from prepro_tinyshakespeare import write_tokens
 
@@ -65,9 +64,8 @@ def test_choice(folder):
     weights, empty = folder / "weights", folder / "empty"
     for each in (weights, empty):
         each.mkdir()
-        with contextlib.redirect_stdout(None):
-            write_tokens(each / "gpt2_train.bin", range(99))
-            own_words(each / "own_train.bin", b"some text")
+        write_tokens(each / "gpt2_train.bin", range(99))
+        own_words(each / "own_train.bin", b"some text")
     (weights / "gpt2_124M.bin").touch()
     (weights / "llama3.2_1B.bin").touch()
     for device in ("cpu", "cuda"):
@@ -130,11 +128,10 @@ def data_of(folder):
     """Token files of bytes in a folder, which becomes the current one. Returns the flags for
     them."""
     text = (TOP / "README.md").read_bytes()
-    with contextlib.redirect_stdout(None):
-        own_words(folder / "own_train.bin", text[:9000])
-        write_tokens(folder / "own_val.bin", np.frombuffer(text[9000:9900], np.uint8))
-        write_tokens(folder / "gpt2_train.bin", range(1000))
-        write_tokens(folder / "gpt2_val.bin", range(100))
+    own_words(folder / "own_train.bin", text[:9000])
+    write_tokens(folder / "own_val.bin", np.frombuffer(text[9000:9900], np.uint8))
+    write_tokens(folder / "gpt2_train.bin", range(1000))
+    write_tokens(folder / "gpt2_val.bin", range(100))
     os.chdir(folder)
     return "--device", "cpu", "-i", "own_train.bin", "-b", 2, "-t", 16, "-s", 0, "-v", 0
 
@@ -156,8 +153,7 @@ def test_sizes(folder):
             ("3x4x64", 50304 * C + gpt2, 50257, TRAINER),
             ("3x4x64", 50304 * C + llama, 50257, LLAMA)):
         data = ("-i", "gpt2_train.bin") if words != V else ()
-        status, text, error = call(*flags, "-e", name, "--dry-run", *data, program=program)
-        assert not status, error
+        text = ran(*flags, "-e", name, "--dry-run", *data, program=program)
         found = re.search(r"\(-e\): ([\d,]+) parameters, .*\(maxT=(\d+), V=(\d+).* Vp=(\d+)", text)
         numbers = [int(x.replace(",", "")) for x in found.groups()]
         positions = 16 if program == TRAINER else 8192
@@ -181,8 +177,7 @@ def test_refusals(folder):
     """Sizes that make no model, and a checkpoint whose words are not the data's, are refused in a
     line that says what was found and what is expected."""
     flags = data_of(folder)
-    status, _, error = call(*flags, "-e", "1x2x64", "-x", 0, "-o", "own")
-    assert not status, error
+    ran(*flags, "-e", "1x2x64", "-x", 0, "-o", "own")
     (folder / "alone").mkdir()
     shutil.copy("own/model_00000000.bin", "alone/model.bin")
     gpt2 = "-i", "gpt2_train.bin"
@@ -201,9 +196,7 @@ def test_refusals(folder):
              "-e", TINY),
             (TRAINER, "gpt2_train.bin: token 257 is 257; expected ids below V = 257", "-e",
              "alone/model.bin", *gpt2)):
-        status, _, error = call(*flags, *more, program=program)
-        ok = status == 1 and re.fullmatch(f"error: .*{wish}.*\n", error)
-        check(f"refused: {more[1]}", ok, "" if ok else f"{status}, {error!r}")
+        check_error(wish, *flags, *more, program=program)
 
 
 def test_resume(folder):
@@ -213,14 +206,10 @@ def test_resume(folder):
     flags = data_of(folder)
     for program, name in ((TRAINER, "2x2x64"), (LLAMA, "2x4x2x64")):
         whole = folder / f"whole {name}"
-        status, text, error = call(*flags, "-e", name, "-x", 6, "-n", 3, "-l", 1e-3, "-o", whole,
-                                   program=program)
-        assert not status, error
+        ran(*flags, "-e", name, "-x", 6, "-n", 3, "-l", 1e-3, "-o", whole, program=program)
 
         def resumed(copy, program=program):
-            status, text, error = call("--device", "cpu", "-o", copy, "-y", 1, program=program)
-            assert not status, error
-            return text
+            return ran("--device", "cpu", "-o", copy, "-y", 1, program=program)
 
         check_resumed(name, whole, resumed, 6)
         check_resumed(name, whole, resumed, 3, 6)
@@ -231,11 +220,10 @@ def test_resume(folder):
             ids = re.search(r"<\d+>", said)  # as tokens are written whose words are not known
             ok = not status and said.startswith(text) and not ids
             check(f"{name}: --sample {text!r}", ok, f"{said!r} {error}")
-        status, said, error = call(*flags, "-e", path, "-x", 1, program=program)
-        check(f"{name}: its checkpoint", not status and "step    1/1" in said, error)
-        with contextlib.redirect_stdout(None):
-            convert.main([str(path), str(whole / "hf")])
-            convert.main([str(whole / "hf"), str(whole / "back.bin")])
+        said = ran(*flags, "-e", path, "-x", 1, program=program)
+        check(f"{name}: its checkpoint", "step    1/1" in said, said)
+        convert.main([str(path), str(whole / "hf")])
+        convert.main([str(whole / "hf"), str(whole / "back.bin")])
         check(f"{name}: converted and back", (whole / "back.bin").read_bytes() == path.read_bytes())
 
 
@@ -289,8 +277,7 @@ def first_run_in(folder, *more):
     os.chdir(folder)
     begun = time.perf_counter()
     with mock.patch("urllib.request.urlopen", side_effect=OSError("no network")):
-        status, said, error = call("--device", "cpu", *more)
-    assert not status, error
+        said = ran("--device", "cpu", *more)
     seconds = time.perf_counter() - begun
     path = both(first_text.REPOSITORY)[0]
     tokens = np.fromfile(path, "<u2", offset=1024)

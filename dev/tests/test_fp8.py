@@ -37,8 +37,24 @@ def cut_off(x, scale=1):
 
 def in_8_bits(values, scale):
     """The numbers that a twin (an 8-bit copy) of these values holds, in float64."""
-    return (cut_off(values, np.float32(scale)).view(ml_dtypes.float8_e4m3fn).astype(np.float64) /
-            float(scale))
+    return e4m3(cut_off(values, np.float32(scale))) / float(scale)
+
+
+def small_model(device_name, architecture=GPT2, T=23, graph=True, beside=(), **more):
+    """(a device, a model of two layers and sequences of T tokens on it)."""
+    sizes = SMALL_MODEL[architecture] | dict(C=64, NH=2)
+    place = fp8_device(device_name, architecture.Config(**sizes), graph=graph, beside=beside)
+    place.architecture = architecture
+    return place, poisoned_model(place, 2, T, C=64, NH=2, **more)
+
+
+def a_batch(T=23):
+    return pack_batch(*np.random.default_rng(5).integers(257, size=(2, 2, T), dtype=np.int32))
+
+
+def e4m3(bytes_):
+    """The numbers of these bytes, in float64."""
+    return bytes_.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
 
 
 def test_numbers(device_name):
@@ -211,7 +227,7 @@ def test_both_twins(device_name):
             for order, (twin, across, scale8, sums) in in_each_order(device, work, name, *some, R,
                                                                      C, stride):
                 case = f"{name} {R, C} {order}"
-                values = twin.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+                values = e4m3(twin)
                 error = abs(values - scale * wish) / np.maximum(abs(scale * wish), 2.0**-6)
                 check(f"{case}", error.max() < 0.0626, error.max())
                 yield f"{case} transposed", across, np.pad(twin, ((0, stride - R), (0, 0))).T, EXACT
@@ -224,12 +240,10 @@ def test_both_twins(device_name):
 def test_infinities(device_name):
     """An infinity that only a twin carries stops the step: in what a norm or GELU writes, and in a
     weight."""
-    place = fp8_device(device_name, Config(C=64, NH=2))
-    place.architecture = GPT2
     for level, name, value in (("all", None, 0), ("all", "ln1b", np.inf), ("all", "ln2b", -np.inf),
                                ("all", "qkvw", np.inf), ("all", "fcprojw", -np.inf),
                                ("layers", "fcw", np.inf)):
-        model = poisoned_model(place, 2, 23, fp8=level, C=64, NH=2)
+        place, model = small_model(device_name, fp8=level)
         steps_of(model, 1)
         if name:
             array = getattr(model.params, name)
@@ -277,7 +291,7 @@ def test_classifier(device_name):
             yield f"{case} losses", found, losses, 1e-5
             yield f"{case} scale", scale[1:2], [448 / dloss], 1e-6
             yield f"{case} inverse", scale[:1], [dloss / 448], 1e-6
-            values = out8.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+            values = e4m3(out8)
             check(f"{case} padding", not values[:, V:].any())
             # half a unit of the last bit, dither, and 2^x is rounded
             error = (abs(values[:, :V] - 448 * wish) - 2.0**-10) / np.maximum(abs(448 * wish),
@@ -297,7 +311,7 @@ def test_rare_words(device_name):
             np.full((N, V), 99, np.uint8), np.zeros(4, np.float32), np.zeros(N, np.float32), logits,
             np.full(N, 7, np.int32))]
         device.launch("classifier_to_fp8", 5, *arrays, 1, N, V, V, 0)
-        found = device.get(arrays[0]).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+        found = e4m3(device.get(arrays[0]))
         e = np.exp(to_float(logits).astype(np.float64))
         wish = 448 * e / e.sum(1, keepdims=True)
         found, wish = np.delete(found, 7, 1), np.delete(wish, 7, 1)
@@ -312,40 +326,15 @@ def test_rare_words(device_name):
                   f"{a.mean()} {b.mean()}")
 
 
-def test_formats(device_name):
-    """Why dlogits is e4m3, and not e5m2: relative errors of dinp and dwte for logits like those of
-    a trained model."""
-    V, R, C, rng = 50257, 192, 32, np.random.default_rng(0)
-    often = -np.log(np.arange(V) + 10.0)  # how often words are
-    # Each set has a common part.
-    words, inputs = (rng.normal(0, 1, (n, C)) + rng.normal(0, 1, C) for n in (V, R))
-    x = np.exp(often + rng.normal(0, 3, (R, V)))
-    dlogits = x / x.sum(1, keepdims=True)
-    target = [rng.choice(V, p=p) for p in dlogits]
-    dlogits[np.arange(R), target] -= 1
-    errors = {}
-    for kind, scale in ((ml_dtypes.float8_e4m3fn, 448), (ml_dtypes.float8_e5m2, 2**15)):
-        twin = np.float32(scale * dlogits).astype(kind).astype(np.float64) / scale
-        errors[kind.__name__] = [np.linalg.norm(found - wish) / np.linalg.norm(wish)
-                                 for found, wish in ((twin @ words, dlogits @ words),
-                                                     (twin.T @ inputs, dlogits.T @ inputs))]
-    e4m3, e5m2 = errors.values()
-    check("dinp and dwte", max(e4m3) < 0.04, e4m3)
-    check("e5m2 is worse", e4m3[0] < e5m2[0] and e4m3[1] < e5m2[1], f"{e4m3} {e5m2}")
-
-
 def test_head(device_name):
     """The head's logits are bf16's, and its products in the backward pass are those of its twins;
     in parts, and with rows that are no multiple of 16."""
-    place = fp8_device(device_name, Config(C=64, NH=2))
-    place.architecture = GPT2
     with mock.patch("train_gpt2.LOGIT_ROWS", 16):
-        model = poisoned_model(place, 2, 23, fp8="head", C=64, NH=2)
+        place, model = small_model(device_name, fp8="head")
         steps_of(model, 3, 2)
         check("slices", len(model.slices) == 3, model.slices)
         before, n = place.get(place.all_scales)[:, 1], place.count
-        batch = pack_batch(*np.random.default_rng(5).integers(257, size=(2, 2, 23), dtype=np.int32))
-        model.set_batch(batch)
+        model.set_batch(a_batch())
         place.begin_step()
         model.forward_pass()
         lnf, wte = (to_float(place.get(x)).astype(np.float64)
@@ -363,9 +352,7 @@ def test_head(device_name):
             yield (f"logits {rows.start}, bits", place.get(logits),
                    in_bf16.get(room[: len(logits)]), EXACT)
             model.loss_forward(rows, logits, with_gradient=True)
-            twin = place.get(model.dlogits8[: len(logits)]).view(ml_dtypes.float8_e4m3fn).astype(
-                np.float64)
-            dlogits8.append(twin / 448 / 46)
+            dlogits8.append(e4m3(place.get(model.dlogits8[: len(logits)])) / 448 / 46)
             model.head_backward(rows, logits)
         dlogits8 = np.concatenate(dlogits8)
         yield "dinp", place.get(model.back.dinp), dlogits8 @ wte8, 3e-3
@@ -387,19 +374,16 @@ def test_head(device_name):
 def test_layers(device_name):
     """With --fp8 all, weights have the gradients of their layers' twins: those of layer 0 are still
     in memory."""
-    place = fp8_device(device_name, Config(C=64, NH=2))
-    place.architecture = GPT2
-    model = poisoned_model(place, 2, 23, fp8="all", C=64, NH=2)
+    place, model = small_model(device_name, fp8="all")
     steps_of(model, 3, 2)
-    batch = pack_batch(*np.random.default_rng(5).integers(257, size=(2, 2, 23), dtype=np.int32))
-    model.set_batch(batch)
+    model.set_batch(a_batch())
     place.begin_step()
     scales, seen = place.get(place.all_scales)[:, 1], {}
     product = model.weight_backward
 
     def spy(dout, inp, y):
         product(dout, inp, y)
-        twins_ = [place.get(x).view(ml_dtypes.float8_e4m3fn).astype(np.float64)[: len(x), :46]
+        twins_ = [e4m3(place.get(x))[: len(x), :46]
                   for x in (model.kept.gradient[: len(y.dw)], getattr(model.kept, y.name)[y.l])]
         seen[y.name, y.l] = twins_[0] @ twins_[1].T, place.get(y.dw)
 
@@ -421,10 +405,8 @@ def test_layers_of_llama(device_name):
     they have those of bf16. The next scales come from the largest numbers. The gradient of up and
     gate is stored in bf16 only where a product reads it."""
     for T, recompute in ((24, 0), (24, 2), (23, 0)):
-        c = Llama3.Config(**SMALL_MODEL[Llama3] | dict(C=64, NH=2))
-        place = fp8_device(device_name, c, graph=False, beside=[RECOMPUTE, RECOMPUTE_LLAMA])
-        place.architecture = Llama3
-        model = poisoned_model(place, 2, T, recompute=recompute, fp8="all", C=64, NH=2)
+        place, model = small_model(device_name, Llama3, T, graph=False, fp8="all",
+                                   beside=[RECOMPUTE, RECOMPUTE_LLAMA], recompute=recompute)
         steps_of(model, 2, 2)
         scales, seen, product = place.get(place.all_scales)[:, 1], [], model.linear_backward
         in_fp8, largest = 2 * T % fp8.WHOLE == 0, {}
@@ -439,8 +421,7 @@ def test_layers_of_llama(device_name):
             scale = scales[of_dout], scales[of_inp]
             ready = place.ready[0] is dout and place.ready[1] == (fp8.GRADIENT, y.name, y.l)
             dy = to_float(place.get(dout)).astype(np.float64)
-            twin = place.get(place.twin[: dout.size].reshape(dout.shape)).view(
-                ml_dtypes.float8_e4m3fn).astype(np.float64) / float(scale[0])
+            twin = e4m3(place.get(place.twin[: dout.size].reshape(dout.shape))) / float(scale[0])
             if ready:
                 stored = np.linalg.norm(twin - dy) < 0.1 * np.linalg.norm(dy)
                 wish = not in_fp8 or y.name != "fc"
@@ -474,15 +455,11 @@ def test_levels(device_name):
         found, names = [], "qkvw attprojw fcw fcprojw ln1w wte".split()
         names += biases if architecture is GPT2 else ()
         for level in ("layers", "all"):
-            c = architecture.Config(**SMALL_MODEL[architecture] | dict(C=64, NH=2))
             beside = [RECOMPUTE, RECOMPUTE_LLAMA] if architecture is Llama3 else ()  # as above
-            place = fp8_device(device_name, c, graph=False, beside=beside)
-            place.architecture = architecture
-            model = poisoned_model(place, 2, T, fp8=level, C=64, NH=2)
-            batch = pack_batch(*np.random.default_rng(5).integers(257, size=(2, 2, T),
-                                                                  dtype=np.int32))
-            model.train_step(batch, batch, learning_rate=0)
-            model.train_step(batch, batch, learning_rate=0)
+            place, model = small_model(device_name, architecture, T, graph=False, beside=beside,
+                                       fp8=level)
+            for _ in range(2):
+                model.train_step(a_batch(T), a_batch(T), learning_rate=0)
             found.append([model.verdict().loss,
                           *(place.get(getattr(model.grads, name)) for name in names)])
         name = architecture.__name__
@@ -517,13 +494,9 @@ def test_twins(device_name):
         results = []
         for told in (True, False):
             beside = [RECOMPUTE, DROPOUT if architecture is GPT2 else RECOMPUTE_LLAMA]
-            place = fp8_device(device_name,
-                               architecture.Config(**SMALL_MODEL[architecture] | dict(C=64, NH=2)),
-                               graph=False, beside=beside)  # so that each launch is counted
-            place.architecture = architecture
-            # Any number of rows.
-            model = poisoned_model(place, 2, 23, recompute=recompute, fp8=level,
-                                   dropout=dropout, C=64, NH=2)
+            # Any number of rows; without a graph, so that each launch is counted.
+            place, model = small_model(device_name, architecture, graph=False, beside=beside,
+                                       recompute=recompute, fp8=level, dropout=dropout)
             losses = []
             for _ in range(3):
                 if not told:
@@ -545,14 +518,11 @@ def test_twins(device_name):
 def test_products(device_name):
     """The products, forward and backward, are those of the twins, whose scales come from the step
     before."""
-    place = fp8_device(device_name, Config(C=64, NH=2))
-    place.architecture = GPT2
-    model = poisoned_model(place, 2, 24, C=64, NH=2)
+    place, model = small_model(device_name, T=24)
     steps_of(model, 3)
     n, V = place.count, fp8
     before = place.get(place.all_scales)[:, 1]
-    batch = pack_batch(*np.random.default_rng(5).integers(257, size=(2, 2, 24), dtype=np.int32))
-    model.set_batch(batch)
+    model.set_batch(a_batch(24))
     place.begin_step()
     model.forward_pass()
     (y, a), l = model.layers[1], 1
@@ -593,9 +563,7 @@ def test_scales_alone(device_name):
     without a graph."""
     results = []
     for validates, graph in ((False, True), (True, True), (False, True), (False, False)):
-        place = fp8_device(device_name, Config(C=64, NH=2), graph=graph)
-        place.architecture = GPT2
-        model, losses = poisoned_model(place, 2, 24, fp8="all", C=64, NH=2), []
+        (place, model), losses = small_model(device_name, T=24, graph=graph, fp8="all"), []
         for _ in range(3):
             if validates:
                 scales = place.get(place.all_scales)

@@ -1,11 +1,9 @@
 """Test the FP8 products with GELU for Hopper, fp8_gelu.cu, on a CPU that emulates it and, on a
 Hopper GPU, there too.
 
-    pytest dev/tests/test_fp8_gelu.py -m longest   # registers, races, and planted faults
+    pytest dev/tests/test_fp8_gelu.py -m longest   # registers
 """
-import contextlib
 import functools
-import os
 from types import SimpleNamespace
 from unittest import mock
 
@@ -16,8 +14,6 @@ from dev.tests.hopper import gelu_and_derivative, sums_of_rows
 from dev.common.bf16 import to_bf16
 from dev.common.config import Config, draw_parameters
 from dev.common.flags import parse_flags
-from dev.common.gpus import GPUS, blocks_that_fit
-from dev.common.nvrtc import has_nvrtc
 from dev.cpu import races
 from dev.cpu.emulated import Emulated
 from dev.features import order as features
@@ -29,7 +25,8 @@ from dev.features.fp8.fp8_gelu import WIDTH
 from dev.features.fused_biases import output_switches
 from dev.features.seams import GPT2, Training
 from dev.tests.checks import check
-from dev.tests.models import in_each_order, model_class, on_device
+from dev.tests.models import (AS_HOPPER, check_compiled, check_in_each_order, model_class,
+                              on_device, on_hopper)
 from dev.tests.test_gelu_products import noting
 from train_gpt2 import BF16, UserError, pack_batch, to_float
 
@@ -39,34 +36,24 @@ KERNELS = "matmul_gelu_fp8", "matmul_dgelu_fp8"
 SIZES = (128, 256, 16), (384, 256, 144), (256, 512, 272)  # N, OC, C
 
 
-def small_device(sources=fp8_gelu.SOURCES, flags="-O1 -DHOPPER"):
+def small_device(sources=fp8_gelu.SOURCES, flags=AS_HOPPER):
     """A CPU with the kernels alone, as on Hopper."""
     few = type("Few", (Emulated,), dict(
         __init__=functools.partialmethod(Emulated.__init__, only=KERNELS)))
-    with mock.patch.dict(os.environ, CXXFLAGS=flags), contextlib.redirect_stdout(None):
-        return stack(few, [Fp8OnCpu])("fp8", Config(C=768, NH=12),
-                                      (fp8.SUMS, fp8.SOURCE, *sources))
+    return on_hopper(stack(few, [Fp8OnCpu]), "fp8", Config(C=768, NH=12),
+                     (fp8.SUMS, fp8.SOURCE, *sources), flags=flags)
 
 
-def device_for(device_name):
-    """The device, or None if its GPU is no Hopper."""
-    if device_name != "cuda":
+def device_for(device_name, c=None):
+    """The device, with all kernels if it is for a model; or None if its GPU is no Hopper."""
+    if device_name != "cuda" and not c:
         return small_device()
-    device = stack(FastCuda, [fp8_gelu.PairedMaps, Fp8OnGpu])(
-        "fp8", Config(C=768, NH=12), (fp8.SUMS, fp8.SOURCE, *fp8_gelu.SOURCES))
-    if not device.hopper:
-        print("skipped: this GPU is no Hopper")
-    return device if device.hopper else None
-
-
-def device_of_model(device_name, c):
-    """A device for a model, with all kernels; or None."""
-    sources = (fp8.SUMS, fp8.SOURCE, *fp8_gelu.SOURCES)
+    kind = stack(Emulated, [Fp8OnCpu])
     if device_name == "cuda":
-        device = stack(FastCuda, [WithoutGraphs, fp8_gelu.PairedMaps, Fp8OnGpu])("fp8", c, sources)
-        return device if device.hopper else None
-    with mock.patch.dict(os.environ, CXXFLAGS="-O1 -DHOPPER"), contextlib.redirect_stdout(None):
-        return stack(Emulated, [Fp8OnCpu])("fp8", c, sources)
+        graphs = [WithoutGraphs] if c else []
+        kind = stack(FastCuda, [*graphs, fp8_gelu.PairedMaps, Fp8OnGpu])
+    return on_hopper(kind, "fp8", c or Config(C=768, NH=12),
+                     (fp8.SUMS, fp8.SOURCE, *fp8_gelu.SOURCES))
 
 
 def values_of(twin):
@@ -135,11 +122,11 @@ def product_of(device, a):
     return inp @ w.T, (2.0**-20 if emulated else 2.0**-9) * (abs(inp) @ abs(w).T)
 
 
-def faults(device, a, backward, found):
-    """[(what, error, limit)] of results against NumPy in float64."""
+def faults(device, a, backward):
+    """[(what, error, limit)] of one of the kernels against NumPy in float64."""
     N, OC = a.out.shape
     (product, slack), emulated = product_of(device, a), hasattr(device, "set_order")
-    first, out, across, scale8 = found
+    first, out, across, scale8 = run(device, a, backward)
     if backward:
         slopes = (from_registers(device.get(a.slopes)).astype(np.float64) - ZERO) / STEPS
         # a slope is off by 2^-17, as 2^16 + 52 is rounded in units of 2 / 192
@@ -165,11 +152,8 @@ def test_products(device_name):
     for sizes in SIZES if device else ():
         for backward in (False, True):
             given = drawn(device, *sizes)
-            work = functools.partial(run, device, given, backward)
-            for order, found in in_each_order(device, work):
-                for what, error, limit in faults(device, given, backward, found):
-                    check(f"{KERNELS[backward]} {sizes} {order} {what}", error <= limit,
-                          f"{error:.1e}")
+            check_in_each_order(f"{KERNELS[backward]} {sizes}", device, faults, device, given,
+                                backward)
 
 
 def test_saturated(device_name):
@@ -214,7 +198,7 @@ def test_training(device_name):
     c = Config(maxT=64, V=257, Vp=384, L=1, NH=1, C=64)
     found, launched = [], []
     for own in (False, True):
-        device = device_of_model(device_name, c)
+        device = device_for(device_name, c)
         if not device:
             return
         Model = cuda_class() if own else model_class(GPT2, "--dtype", "fp8", "--fp8", "all")
@@ -240,58 +224,12 @@ def test_training(device_name):
         yield name, other, one, 1e-3 if name in ("loss", "other sizes") else 6e-2
 
 
-# What is wrong, in fp8_gelu.cu, and what a CPU says or the first wrong result
-FAULTS = (
-    ("half of the channels", "k < CHANNEL_BYTES / 2; k += 16", "k < CHANNEL_BYTES / 4; k += 16",
-     "slopes"),
-    ("no bias", "y * factor + b, slope", "y * factor, slope", "slopes"),
-    ("the scale of one side", "of_inp->inverse * of_w->inverse", "of_inp->inverse", "slopes"),
-    ("GELU of half the cube", "0.044715f * factor", "0.022357f * factor", "slopes"),
-    ("a slope without x", "(xg - xg * g)", "(g - g * g)", "slopes"),
-    ("a slope without the cube", "(SQRT_8_OVER_PI + cube * square)", "SQRT_8_OVER_PI", "slopes"),
-    ("a slope's bytes in another order", "0x0040), 0x5410)", "0x0040), 0x1054)", "slopes"),
-    ("slopes of both halves at one place", "threadIdx.x % TEAM / 128 * 512 + k", "k", "slopes"),
-    ("a twin without its scale", "y = scale * gelu", "y = gelu", "twin"),
-    ("rows of both halves", "stage + half * BOX", "stage", "slopes"),
-    ("columns in another order", "0x6240", "0x7351", "transposed"),
-    ("rows in another order", "rows[2 * m], rows[2 * m + 1], 0x7351",
-     "rows[2 * m + 1], rows[2 * m], 0x7351", "transposed"),
-    ("twins not swizzled", "((2 * k + lane / 16) ^ lane % 8)", "(2 * k + lane / 16)", "twin"),
-    ("transposed twins not swizzled",
-     "((4 * half + warp) ^ lane % 8) * W, columns", "(4 * half + warp) * W, columns", "transposed"),
-    ("the upper half of a tile twice", "result + box * BOX, at.row / 16 + box * 4",
-     "result + box * BOX, at.row / 16", "twin"),
-    ("no turns", "mbarrier_wait(waits.my_turn[team], (done + (team == 0)) % 2);", "", "stuck"),
-    ("no fence before TMA reads", "shared_written();\n    team_sync(team);", "team_sync(team);",
-     "race"),
-    ("no barrier before TMA reads", "shared_written();\n    team_sync(team);", "shared_written();",
-     "race"),
-    ("a stage given back too early", "wait_for_products<1>(x);", "", "slopes"),
-    ("a stage never given back", "if (i > 0) warp_arrives_at_all", "if (i > 1) warp_arrives_at_all",
-     "stuck"),
-    ("stores that nobody waits for", "stores_commit();", "", "twin"),
-    ("stores that nobody waits for at the end", "if (threadIdx.x % TEAM == 0) stores_arrive();", "",
-     "twin"),
-    ("the last magnitude", "largest = fmaxf(largest, fabsf(y[c]))", "largest = fabsf(y[c])",
-     "largest"),
-    ("the largest, scaled", "warp_max(largest) * scale8->inverse", "warp_max(largest)", "largest"),
-    ("slopes without their zero", "-(0x1p16f + 2 * ZERO)", "-0x1p16f", "sums"),
-    ("slopes of other columns", "0x7604 | c << 4", "0x7604 | (3 - c) << 4", "sums"),
-    ("sums of one row of two", "row ? of_lane[4 * m + c] + d : d", "d", "sums"),
-    ("sums of two warps", "turn ? to[32 * k] + sum[k] : sum[k]", "sum[k]", "sums"),
-    ("sums in other columns", "lane / 16 * 16 + lane % 4 * 4 + lane / 4 % 4",
-     "lane / 16 * 16 + lane % 4 * 2 + lane / 4 % 4", "sums"),
-    ("sums without a barrier", "add(turn);\n        team_sync(team);", "add(turn);", "race"),
-    ("scaled sums", "scale8->inverse * (of_warps[0]", "1.0f * (of_warps[0]", "sums"),
-)
-
-
 def whole(device, sizes=(384, 256, 1296)):
     """The first wrong result of both products, in words, or ""."""
     try:
         for backward in (False, True):
             a = drawn(device, *sizes)
-            for what, error, limit in faults(device, a, backward, run(device, a, backward)):
+            for what, error, limit in faults(device, a, backward):
                 if not error <= limit:
                     return what
     except UserError as e:
@@ -299,45 +237,19 @@ def whole(device, sizes=(384, 256, 1296)):
     return ""
 
 
-@pytest.mark.longest
-def test_no_races():
-    """No access is a race."""
-    said = whole(small_device(flags=f"-O1 -DHOPPER {races.FLAG}"), SIZES[0])
-    check("no races", said == "", said)
-
-
-@pytest.mark.longest
-def test_planted(folder):
-    """Each planted fault is found."""
-    check("without a fault", whole(small_device()) == "")
-    for what, old, new, wish in FAULTS:
-        text = fp8_gelu.SOURCE.read_text("utf-8")
-        assert text.count(old) == 1, old
-        changed = folder / fp8_gelu.SOURCE.name
-        changed.write_text(text.replace(old, new), "utf-8")
-        sources = *fp8_gelu.SOURCES[:2], changed
-        said = (whole(small_device(sources, f"-O1 -DHOPPER {races.FLAG}"), SIZES[0])
-                if wish == "race" else whole(small_device(sources)))
-        check(what, wish in said if wish in ("stuck", "race") else said == wish, said)
+def wrong(sources=fp8_gelu.SOURCES, race=False):
+    """The first wrong result of these sources, or what a CPU says, or "". race: look for races."""
+    if race:
+        return whole(small_device(sources, f"{AS_HOPPER} {races.FLAG}"), SIZES[0])
+    return whole(small_device(sources))
 
 
 @pytest.mark.longest
 def test_compiled():
     """For sm_90a nothing spills, and a block fits a multiprocessor."""
-    if not has_nvrtc():
-        pytest.skip("NVRTC is not installed")
-    from dev.common.nvrtc import compile_cuda
-    c = Config(C=768, NH=12)
-    text = "".join(path.read_text("utf-8") for path in (
-        *c.SOURCES, fp8.SUMS, fp8.SOURCE, *fp8_gelu.SOURCES))
-    log, used, _ = compile_cuda(text, "sm_90a", ["-std=c++17", "-DBF16", "-DHOPPER", *c.switches(),
-                                                 *output_switches(fp8.OUTPUT)])
-    check("wgmma is not serialized", "serialized" not in log and "warning" not in log)
     shared = fp8_gelu.plan(mock.Mock(multiprocessors=132), 128, 256)[1]
-    for name in KERNELS:
-        check(f"{name} spills nothing", used[name].spilled == 0, used[name])
-        check(f"{name} fits", blocks_that_fit(GPUS["9.0"], used[name], fp8_gelu.THREADS,
-                                              shared) == 1)
+    check_compiled(Config(C=768, NH=12), (fp8.SUMS, fp8.SOURCE, *fp8_gelu.SOURCES), KERNELS,
+                   fp8_gelu.THREADS, shared, *output_switches(fp8.OUTPUT))
 
 
 def test_beside_library(device_name):

@@ -1,99 +1,46 @@
 """Test the products with GELU of dev/features/hopper/gelu_products.cu: on a CPU as on Hopper, and
 on a Hopper GPU beside cuBLASLt.
-
-    pytest dev/tests/test_gelu_products.py -k planted --faults 99   # all planted faults
 """
-import contextlib
-import os
 from unittest import mock
 
 import numpy as np
-import pytest
 
 from dev.tests import hopper
 from dev.bench.step_by_kernel import work_of
 from dev.common.bf16 import to_bf16
 from dev.common.config import Config, draw_parameters
 from dev.common.flags import parse_flags
-from dev.common.gpus import GPUS, blocks_that_fit
-from dev.common.nvrtc import has_nvrtc
 from dev.cpu import races
 from dev.cpu.emulated import Emulated
 from dev.features import order as features
 from dev.features.devices import FastCuda
 from dev.features.fused_biases import SOURCE as FUSED, with_summed_outputs
 from dev.features.hopper import attention_five, gelu_products, swiglu_products
-from dev.features.hopper.gelu_products import LONG, SHORT, fits, with_own_gelu
+from dev.features.hopper.gelu_products import SHORT, fits, with_own_gelu
 from dev.features.recompute import LLAMA_SOURCE as RECOMPUTE_LLAMA, SOURCE as RECOMPUTE
 from dev.features.seams import GPT2, Training
 from dev.lab.bench import BF16_LIMIT
 from dev.lab.ladder import parse_sizes
 from dev.llama3.train_llama3 import Llama3
 from dev.tests.checks import EXACT, check, check_refusal
-from dev.tests.models import gradients, in_each_order, model_class, on_device
+from dev.tests.models import (AS_HOPPER, check_compiled, check_in_each_order, gradients,
+                              model_class, on_device, on_hopper)
+from dev.tests.test_planted import with_fault
 from train_gpt2 import BF16, UserError, to_float
 
 
-# What is wrong, in gelu_products.cu or turns.cuh, and what a CPU says or the first wrong result
-FAULTS = (
-    ("dfch is replaced before TMA has read it", "stores_read();\n        }", "}", "dfch"),
-    ("sums of half of the rows", "sum[b / 3 * 2 + i % 2] += left + right;",
-     "if (k < 2) sum[b / 3 * 2 + i % 2] += left + right;", "sums"),
-    ("no turns", "mbarrier_wait(waits.my_turn[group], (n / 2 + (group == 0)) % 2);", "", "stuck"),
-    ("no fence before TMA reads", "shared_written();\n        warp_arrives", "warp_arrives",
-     "race"),
-    ("TMA does not wait for dfch", "mbarrier_wait(waits.dfch_there[i % RING], done / RING % 2);",
-     "", "stuck"),
-    ("dfch does not wait for fch", "mbarrier_wait(waits.fch_there[n % 2][b], box / 12 % 2);",
-     "", "dfch"),
-    ("rows below the result", "if (row + further >= sizes.N) continue;", "", "outside"),
-    ("columns beyond the result", "if (at.column + part >= sizes.OC) break;", "", "outside"),
-    ("stores that nobody waits for", "stores_commit();\n            stores_read();",
-     "stores_read();", "dfch"),
-    ("stores that nobody waits for at the end", "    }\n    stores_arrive();", "    }", "dfch"),
-    ("the upper part of a tile's rows again", "to.row + done % 3 * 64", "to.row", "dfch"),
-    ("fch of the upper part again", "from.row + i % 3 * 64", "from.row", "dfch"),
-    ("no gradient in a last part of rows", "k * 16 >= rows_left", "k * 16 + 16 > rows_left",
-     "dfch"),
-    ("fch not swizzled", "((column / 8 + lane / 8 % 2) ^ lane % 8)", "(column / 8 + lane / 8 % 2)",
-     "dfch"),
-    ("sums in another warp's columns", "first_row_of_warp() + lane / 4 + i % 2 * 8",
-     "(first_row_of_warp() ^ 16) + lane / 4 + i % 2 * 8", "sums"),
-    ("sums of a lane", "quad_sum(sum[i])", "sum[i]", "sums"),
-    ("the first half of a tile twice", "(half * BOX + (a_of_rows ? k * 64 : k)) / W",
-     "(a_of_rows ? k * 64 : k) / W", "fch"),
-    ("rows of w in another order", "&w, c, i, at.column / 4", "&w, c, i ^ 1, at.column / 4",
-     "fch"),
-    ("a stage given back too early", "wait_for_products<1>(x);", "", "fch"),
-    ("the same bias in each part", "bias + column + part + 32", "bias + column", "fch"),
-    ("half of the channels", "for (int k = 0; k < 64; k += 16)", "for (int k = 0; k < 32; k += 16)",
-     "fch"),
-    ("GELU of half the cube", "0.044715f * factor", "0.022357f * factor", "fch_gelu"),
-    ("the derivative without x", "g + (xg - xg * g)", "g + (g - g * g)", "dfch"),
-    ("a stage never given back", "if (i > 0) warp_arrives_at_all", "if (i > 1) warp_arrives_at_all",
-     "stuck"),
-)
 
-
-@pytest.fixture
-def faults(pytestconfig):
-    return pytestconfig.option.faults
-
-
-def small_device(sources=gelu_products.SOURCES, flags="-O1 -DHOPPER"):
+def small_device(sources=gelu_products.SOURCES, flags=AS_HOPPER):
     """A CPU with the kernels alone, as on Hopper."""
-    with mock.patch.dict(os.environ, CXXFLAGS=flags), contextlib.redirect_stdout(None):
-        return Emulated("bf16", Config(C=768, NH=12), sources, only=hopper.GELU_KERNELS)
+    return on_hopper(Emulated, "bf16", Config(C=768, NH=12), sources, flags=flags,
+                     only=hopper.GELU_KERNELS)
 
 
 def device_for(device_name):
     """The device, or None if its GPU is no Hopper."""
     if device_name != "cuda":
         return small_device()
-    device = with_own_gelu(FastCuda)("bf16", Config(C=768, NH=12), gelu_products.SOURCES)
-    if not device.hopper:
-        print("skipped: this GPU is no Hopper")
-    return device if device.hopper else None
+    return on_hopper(with_own_gelu(FastCuda), "bf16", Config(C=768, NH=12), gelu_products.SOURCES)
 
 
 def test_products(device_name):
@@ -101,9 +48,7 @@ def test_products(device_name):
     device = device_for(device_name)
     for text in hopper.GELU_CHECKS if device else ():
         given = hopper.drawn(device, **parse_sizes(text))
-        for order, found in in_each_order(device, lambda a: hopper.faults(device, a), given):
-            for what, error, limit in found:
-                check(f"{text} {order} {what}", error <= limit, f"{error:.1e}")
+        check_in_each_order(text, device, hopper.faults, device, given)
 
 
 def test_saturated(device_name):
@@ -154,26 +99,11 @@ def whole(device, text="M=580,C=384,OC=320", more_rows=0):
     return next((what for what, error, limit in found if not error <= limit), "")
 
 
-def with_fault(sources, old, new, folder):
-    """The sources with a replacement in the one that has this text, copied to a folder."""
-    texts = {path: path.read_text("utf-8") for path in sources}
-    assert sum(text.count(old) for text in texts.values()) == 1, old
-    copies = [folder / path.name for path in sources]
-    for copy, text in zip(copies, texts.values()):
-        copy.write_text(text.replace(old, new), "utf-8")
-    return copies
-
-
-def test_planted(folder, faults):
-    """The first so many planted faults are found."""
-    check("without a fault", whole(small_device()) == "")
-    said = whole(small_device(), more_rows=LONG)
-    check("rows beyond N", said == "outside", said)
-    for what, old, new, wish in FAULTS[:faults]:
-        sources = with_fault(gelu_products.SOURCES, old, new, folder)
-        said = (whole(small_device(sources, f"-O1 -DHOPPER {races.FLAG}"), "M=150,C=64")
-                if wish == "race" else whole(small_device(sources)))
-        check(what, wish in said if wish in ("stuck", "race") else said == wish, said)
+def wrong(sources=gelu_products.SOURCES, race=False):
+    """The first wrong result of these sources, or what a CPU says, or "". race: look for races."""
+    if race:
+        return whole(small_device(sources, f"{AS_HOPPER} {races.FLAG}"), "M=150,C=64")
+    return whole(small_device(sources))
 
 
 def test_slow_warpgroup(folder):
@@ -190,13 +120,6 @@ def test_slow_warpgroup(folder):
         slow = with_fault(slow, old, new, folder)
     said = whole(small_device(slow))
     check("with an mbarrier for each place in the ring", "stuck" in said, said)
-
-
-def test_no_races():
-    """No access is a race."""
-    device = small_device(flags=f"-O1 -DHOPPER {races.FLAG}")
-    found = hopper.faults(device, hopper.drawn(device, 150, 64))
-    check("no races", all(error <= limit for _, error, limit in found))
 
 
 def test_choice(device_name):
@@ -250,13 +173,10 @@ def test_map_of_fours():
 def test_training():
     """A model's gradients over two micro-batches with these products, as without them."""
     c = Config(maxT=96, V=257, Vp=384, L=2, NH=2, C=128)
-    flags = dict(CXXFLAGS="-O1 -DHOPPER")
-    with mock.patch.dict(os.environ, flags), contextlib.redirect_stdout(None):
-        own = with_summed_outputs(with_own_gelu(Emulated))(
-            "bf16", c, (*gelu_products.SOURCES, FUSED))
-    model = class_on_gpu(GPT2)
-    with mock.patch.dict(os.environ, flags), contextlib.redirect_stdout(None):
-        models = [GPT2(c, Emulated("bf16", c, gelu_products.SOURCES), 2, 96), model(c, own, 2, 96)]
+    own = on_hopper(with_summed_outputs(with_own_gelu(Emulated)), "bf16", c,
+                    (*gelu_products.SOURCES, FUSED))
+    plain = on_hopper(Emulated, "bf16", c, gelu_products.SOURCES)
+    models = [GPT2(c, plain, 2, 96), class_on_gpu(GPT2)(c, own, 2, 96)]
     rng = np.random.default_rng(1)
     batches = [(rng.integers(257, size=(2, 96)), rng.integers(257, size=(2, 96))) for _ in "12"]
     launched, launch = [], own.launch
@@ -304,13 +224,12 @@ def test_any_model():
         again = "--recompute", f"{recompute}"
         found, launched = [], []
         for plain in (True, False):
-            with mock.patch.dict(os.environ,
-                                 CXXFLAGS="-O1 -DHOPPER"), contextlib.redirect_stdout(None):
-                kind = (Emulated if plain or Model is Llama3 else
-                        with_summed_outputs(with_own_gelu(Emulated)))
-                again_too = RECOMPUTE_LLAMA if Model is Llama3 else RECOMPUTE
-                device = kind("bf16", c, (*gelu_products.SOURCES, swiglu_products.SOURCE,
-                                          FUSED if kind is not Emulated else again_too, again_too))
+            kind = (Emulated if plain or Model is Llama3 else
+                    with_summed_outputs(with_own_gelu(Emulated)))
+            again_too = RECOMPUTE_LLAMA if Model is Llama3 else RECOMPUTE
+            device = on_hopper(kind, "bf16", c, (
+                *gelu_products.SOURCES, swiglu_products.SOURCE,
+                FUSED if kind is not Emulated else again_too, again_too))
             device.launch = noting(device.launch, launched)
             model = (model_class if plain else class_on_gpu)(Model, *again)(c, device, 1, 64)
             model.set_parameters(draw_parameters(c, 1))
@@ -326,19 +245,8 @@ def test_any_model():
 def test_compiled():
     """For sm_90a nothing spills, and a block fits a multiprocessor; attention_five.cu is there,
     too, and so are the functions that both have."""
-    if not has_nvrtc():
-        pytest.skip("NVRTC is not installed")
-    from dev.common.nvrtc import compile_cuda
-    text = "".join(path.read_text("utf-8") for path in (
-        *Config.SOURCES, *attention_five.SOURCES, *gelu_products.SOURCES))
-    c = Config(C=1024, NH=8)
-    log, used, _ = compile_cuda(text, "sm_90a", [
-        "-std=c++17", "-DBF16", "-DHOPPER", *c.switches()])
-    check("wgmma is not serialized", "serialized" not in log and "warning" not in log)
-    for name in hopper.GELU_KERNELS:
-        check(f"{name} spills nothing", used[name].spilled == 0, used[name])
-        check(f"{name} fits", blocks_that_fit(GPUS["9.0"], used[name], gelu_products.THREADS,
-                                              gelu_products.SHARED) == 1)
+    check_compiled(Config(C=1024, NH=8), (*attention_five.SOURCES, *gelu_products.SOURCES),
+                   hopper.GELU_KERNELS, gelu_products.THREADS, gelu_products.SHARED)
 
 
 def test_beside_library(device_name):

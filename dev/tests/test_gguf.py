@@ -1,6 +1,5 @@
 """Test dev/tools/gguf_file.py: files as the gguf package reads them, and a Llama 3 that is computed
 from such a file as llama.cpp computes it, against PyTorch's logits."""
-import contextlib
 import json
 import os
 from types import SimpleNamespace
@@ -34,8 +33,7 @@ GPT2_TENSORS = {
 def converted(source, target, *flags):
     """({field: value}, {name: array}, {name: type}) of a checkpoint's GGUF file."""
     from gguf import GGUFReader
-    with contextlib.redirect_stdout(None):
-        convert([str(source), str(target), *flags])
+    convert([str(source), str(target), *flags])
     file = GGUFReader(target)
     tensors = {}
     for tensor in file.tensors:

@@ -2,9 +2,7 @@
 
 If TIKTOKEN_CACHE_DIR names a folder with GPT-2's vocabulary, that is tested too.
 """
-import contextlib
 import hashlib
-import io
 import itertools
 import json
 import os
@@ -13,7 +11,7 @@ from unittest import mock
 
 import numpy as np
 
-from dev.tests.checks import check, check_refusal, fast
+from dev.tests.checks import check, check_refusal, fast, output_of
 from dev.tests.folders import BYTES, letters
 from dev.tests.models import FIXTURES
 from dev.tools import convert
@@ -42,13 +40,6 @@ HARD = ["", " ", "  \n\n  a", "the the  the", "abcababcab", "é e\u0301 naïve",
 VOCAB_BPE = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
 # GPT-2's split of a text.
 PIECES = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-
-
-def output_of(function, *args):
-    """What a call prints."""
-    with contextlib.redirect_stdout(io.StringIO()) as said:
-        function(*args)
-    return said.getvalue()
 
 
 def small_encoding(words=WORDS):

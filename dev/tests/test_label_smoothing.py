@@ -12,9 +12,9 @@ from dev.features.label_smoothing import SOURCE
 from dev.features.seams import GPT2
 from dev.lab.formulas import cross_entropy
 from dev.lab.ladder import f32
-from dev.tests.checks import TINY, check, finite_difference, normal, words
+from dev.tests.checks import check, finite_difference, normal, words
 from dev.tests.models import gradients, in_each_order, model_class, on_device
-from dev.tests.trainings import call, check_resumed, place_of, token_files
+from dev.tests.trainings import check_resumed, place_of, token_files, trained
 from train_gpt2 import to_float
 
 SIZES = dict(maxT=1024, V=259, L=1, NH=1, C=64, Vp=320)
@@ -129,22 +129,15 @@ def test_command_line(device_name, folder):
     and the validation before it the same.
     """
     token_files(folder)
+    place = place_of(device_name)
 
-    def train(*flags):
-        status, text, error = call("-e", TINY, *"-b 2 -t 32 -d 128 -v 3 -m 1 -s 0 --dtype fp8 "
-                                   "--recompute 2".split(),
-                                   "-i", folder / "part_train_*.bin", "-j",
-                                   folder / "part_val_0.bin",
-                                   "--device", place_of(device_name), *flags)
-        if status:
-            raise AssertionError(error)
-        return text
-
-    whole, E = folder / "whole", ("--label-smoothing", 0.5)
-    text = train("-x", 4, "-o", whole, "-n", 2, *E)
-    _, again = check_resumed("smoothed", whole, lambda copy: train("-x", 4, "-o", copy, "-y", 1), 4)
+    whole = folder / "whole"
+    flags = "-t", 32, "-d", 128, "-v", 3, "-m", 1, "--dtype", "fp8", "--recompute", 2
+    text = trained(whole, *flags, "-x", 4, "-n", 2, "--label-smoothing", 0.5, device=place)
+    _, again = check_resumed("smoothed", whole,
+                             lambda copy: trained(copy, "-y", 1, device=place), 4)
     check("no warning of another flag", "--label-smoothing" not in again, again)
-    plain = train("-x", 1)
+    plain = trained(folder / "plain", *flags, "-x", 1, device=place)
     first, last = ([next(line for line in output.splitlines() if line.startswith(what))
                     for output in (text, plain)] for what in ("val loss", "step    1/"))
     check("the same validation before the first step", first[0] == first[1], first)

@@ -110,8 +110,7 @@ def test_train(device_name, folder):
     from there, and writes what its logits say."""
     os.chdir(folder)
     (folder / "own.txt").write_text("How much wood would a woodchuck chuck? \u00e9\n" * 20)
-    with contextlib.redirect_stdout(None):
-        own_text.main(["--input", "own.txt", "--vocab", "bytes"])
+    own_text.main(["--input", "own.txt", "--vocab", "bytes"])
     name, data = "1x2x64", "data/own/own_train.bin"
     flags = dict(device=place_of(device_name), train_data=data, batch_size=2, seq_len=9, steps=6,
                  learning_rate=1e-2, val_every=3, dtype="fp32")

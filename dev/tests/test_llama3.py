@@ -8,11 +8,9 @@
 The limits, and the way that kernels are tested, are those of test_gpt2.py, which tests the kernels
 of kernels.cu.
 """
-import contextlib
 import dataclasses
 import functools
 import os
-import re
 
 import numpy as np
 import pytest
@@ -22,11 +20,12 @@ from dev.lab.formulas import drmsnorm, dswiglu, rmsnorm, swiglu
 from dev.lab.ladder import stored
 from dev.llama3.train_llama3 import Config3, Llama3
 from dev.tests.checks import (EXACT, TINY, check, check_refusal, fast, finite_difference,
-                              header_refusal, normal, numbers_of)
+                              header_refusal, normal)
 from dev.tests.models import (FIXTURES, LIMITS, check_dump, check_kernels, check_launched,
                               device_of, dtypes_of, write_checkpoint)
 from dev.tests.steps import check_steps
-from dev.tests.trainings import LLAMA, call, place_of, two_token_files
+from dev.tests.trainings import (LLAMA, WAYS, check_error, place_of, ran, same_bits,
+                                 two_token_files)
 from prepro_tinyshakespeare import write_tokens
 from train_gpt2 import BF16, to_float
 
@@ -212,37 +211,13 @@ def test_command_line(device_name, folder):
     A mistake is reported in one line."""
     two_token_files(folder)
     os.chdir(folder)
-    with contextlib.redirect_stdout(None):
-        write_tokens(folder / "larger.bin", [5] * 9 + [331] * 90)
-    tiny = ("-e", GQA, "-i", "tokens.bin", "-j", "tokens.bin", "-b", "2", "-t", "8", "-x", "3",
-            "-s", "3", "-g", "2")
+    write_tokens(folder / "larger.bin", [5] * 9 + [331] * 90)
     dtypes = [dtype for dtype in ("fp32", "bf16") if dtype in dtypes_of(device_name)]
-    others = (("plain", "--plain", "1"), ("no_graph", "--graph", "0"),
-              ("recompute", "--recompute", "1"))
-    for wish, *flags in (
-            *((None, *tiny, "--dtype", dtype, "-o", f"{dtype}_{n}") for dtype in dtypes
-              for n in (1, 2)),
-            *((None, *tiny, "--dtype", "fp32", *flags, "-o", name) for name, *flags in others),
-            (None, *tiny[2:], "-e", "llama3:d1", "-t", "9", "-g", "0"),
-            ("is a GPT-2 checkpoint, which train_gpt2.py", *tiny, "-e", TINY),
-            ("-e d1.5: expected", "-e", "d1.5"),
-            ("larger.bin: token 9 is 331; expected .* 331", *tiny, "-i", "larger.bin")):
-        status, _, error = call("--device", place_of(device_name), *flags, program=LLAMA)
-        ok = status == (wish is not None) and re.fullmatch(f"error: .*{wish}.*\n" if wish else "",
-                                                           error)
-        check(f"train_llama3.py: {wish or ' '.join(map(str, flags[len(tiny) :]))}", ok,
-              "" if ok else f"{status}, {error!r}")
-
-    def result(name):
-        return folder / name / "model_00000003.bin"
-
-    for dtype in dtypes:
-        one, two = (result(f"{dtype}_{n}") for n in (1, 2))
-        check(f"train_llama3.py: its checkpoint in {dtype} is one",
-              Config3.from_file(one) == Config3.from_file(GQA))
-        same = one.read_bytes() == two.read_bytes() != GQA.read_bytes()
-        check(f"train_llama3.py: the same bits again in {dtype}", same)
-    c = Config3.from_file(GQA)
-    for name, *_ in others:
-        yield (f"{name}", *(numbers_of(read_parameters(result(x), c)) for x in (name, "fp32_1")),
-               5e-4)
+    yield from same_bits(device_name, folder, LLAMA, GQA, Config3, dtypes, *WAYS)
+    tiny = ("--device", place_of(device_name), "-e", GQA, "-i", "tokens.bin", "-j", "tokens.bin",
+            "-b", 2, "-x", 3, "-s", 0)
+    ran(*tiny, "-e", "llama3:d1", "-t", 9, program=LLAMA)
+    for wish, *flags in (("is a GPT-2 checkpoint, which train_gpt2.py", "-e", TINY),
+                         ("-e d1.5: expected", "-e", "d1.5"),
+                         ("larger.bin: token 9 is 331; expected .* 331", "-i", "larger.bin")):
+        check_error(wish, *tiny, "-t", 8, *flags, program=LLAMA)

@@ -143,11 +143,10 @@ def test_files(folder):
         yield (f"{name}, tokens", np.frombuffer(raw, "<u4", offset=1024), np.array(part, "<u4"),
                EXACT)
     ids = np.arange(40) * 3000
-    with contextlib.redirect_stdout(None):
-        llama = dict(magic=20240801, version=7, dtype="<u4")
-        write_tokens(folder / "large.bin", ids, **llama)
-        write_tokens(folder / "small.bin", ids // 3000)
-        write_tokens(folder / "small_llama.bin", ids // 3000, **llama)
+    llama = dict(magic=20240801, version=7, dtype="<u4")
+    write_tokens(folder / "large.bin", ids, **llama)
+    write_tokens(folder / "small.bin", ids // 3000)
+    write_tokens(folder / "small_llama.bin", ids // 3000, **llama)
     yield "ids above 65,535", read_tokens(folder / "large.bin", 128256), ids.astype("<u4"), EXACT
     x, y = FilesLoader(folder / "large.bin", 2, 8, Config3(V=128256)).next_batch()
     yield "targets above 65,535", y, np.int32(ids[1:17]).reshape(2, 8), EXACT

@@ -12,7 +12,8 @@ import pytest
 from dev.features import loggers, seams
 from dev.features.checkpoints.json_log import JsonLog, shortest
 from dev.tests.checks import TINY, check, fast
-from dev.tests.trainings import LENGTHS, call, file_of, killed_in, random_examples, token_files
+from dev.tests.trainings import (LENGTHS, check_error, file_of, killed_in, random_examples,
+                                 token_files, trained)
 
 CALL = """
 def call(name, /, *args, **more):
@@ -97,13 +98,9 @@ def stand_in(folder, monkeypatch):
     forget()
 
 
-def train(output, *flags, status=0):
-    start = () if "-y" in flags else (
-        "-e", TINY, "-i", output.parent / "part_train_0.bin", "-j", output.parent /
-        "part_val_0.bin", "-b", 2, "-t", 8, "-x", 6, "-v", 4, "-m", 2, "-s", 3, "-g", 2, "-l", 1e-2)
-    found, *said = call("--device", "cpu", *start, *flags, "-o", output)
-    check(f"{output.name} {flags}: status", found == status, said[1])
-    return "".join(said)
+def train(output, *flags, **more):
+    every = () if "-y" in flags else ("-x", 6, "-v", 4, "-m", 2, "-s", 3, "-g", 2)
+    return trained(output, *every, *flags, **more)
 
 
 def lines_of(output, name="log.jsonl"):
@@ -159,8 +156,7 @@ def test_json_log(folder):
     before = (whole / "log.jsonl").read_bytes()
     train(whole, "-y", 1)
     check("a finished run: the file stays", (whole / "log.jsonl").read_bytes() == before)
-    status, _, error = call("--device", "cpu", "-e", TINY, "-o", whole)
-    check("belongs to a run", status == 1 and "holds an earlier run" in error, error)
+    check_error("holds an earlier run", "--device", "cpu", "-e", TINY, "-o", whole)
 
 
 def test_damaged_lines(folder):
@@ -280,8 +276,7 @@ def test_failures(folder, stand_in, monkeypatch):
                         (("--log", "wandb,wandb"), "--log: wandb,wandb: expected")):
         text = train(folder / "none", *flags, status=1)
         check(f"refused: {flags}", re.fullmatch(f"error: {wish}.*\n", text), text)
-    status, _, error = call("--device", "cpu", "-e", TINY, "--log", "wandb")
-    check("without -o", status == 1 and "--log: expected --output too" in error, error)
+    check_error("--log: expected --output too", "--device", "cpu", "-e", TINY, "--log", "wandb")
 
 
 # ---- With the real ones

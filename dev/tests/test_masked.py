@@ -24,7 +24,7 @@ from dev.tests.in_torch import parameters_in_torch, sum_in_torch
 from dev.tests.jobs import SMALL, close, counts_of, curve, data_files
 from dev.tests.jobs import train as train_on_ranks
 from dev.tests.models import in_each_order, model_class, on_device
-from dev.tests.trainings import call, check_resumed, place_of
+from dev.tests.trainings import check_error, check_resumed, place_of, ran
 from dev.tools.plot import read_run
 from prepro_tinyshakespeare import write_tokens
 from train_gpt2 import pack_batch, read_tokens, to_float
@@ -259,9 +259,8 @@ def test_loader(folder):
     c = CONFIGS[GPT2]
     b, t = 2, 5
     tokens = {name: words(V, count) for name, count in (("a", 97), ("b", 64))}
-    with contextlib.redirect_stdout(None):
-        for name, values in tokens.items():
-            write_tokens(folder / f"{name}.bin", values)
+    for name, values in tokens.items():
+        write_tokens(folder / f"{name}.bin", values)
     mask = np.random.default_rng(3).random(97) < 0.5
     write_mask(folder / "a.bin", np.uint16(tokens["a"]), mask, 5)
     check("the length of rows", (row_of(folder / "a.bin"), row_of(folder / "b.bin")) == (5, 0))
@@ -281,8 +280,7 @@ def test_loader(folder):
 def test_bad_masks(folder):
     """A mask of other tokens, a damaged one, and one that is missing are refused in a line."""
     path = folder / "a.bin"
-    with contextlib.redirect_stdout(None):
-        write_tokens(path, words(V, 30))
+    write_tokens(path, words(V, 30))
     tokens = np.array(read_tokens(path, V))
     check("no mask", read_mask(path, tokens) is None)
     write_mask(path, tokens, np.ones(30, bool))
@@ -301,21 +299,18 @@ def test_bad_masks(folder):
                   tokens)
     mask_path(path).unlink()
     flags = "-e", TINY, "-i", path, "-j", path, "-b", 1, "-t", 8, "-s", 0, "--device", "cpu"
-    status, _, error = call(*flags, "--mask", 1)
-    check("--mask 1 without", status and "have no masks beside them; expected" in error and
-          error.count("\n") == 1, error)
+    check_error("have no masks beside them; expected", *flags, "--mask", 1)
     write_mask(path, tokens, np.zeros(30, bool), 3)
-    status, text, error = call(*flags, "-x", 1)
-    check("a validation without targets", status and "none of the 24 targets" in error, error)
-    status, text, error = call(*flags, "-x", 1, "-v", 0)
-    check("a step without targets", status == 0 and
-          "WARNING: step 1: no update: none of its targets counts" in text, text + error)
+    check_error("none of the 24 targets", *flags, "-x", 1)
+    text = ran(*flags, "-x", 1, "-v", 0)
+    check("a step without targets",
+          "WARNING: step 1: no update: none of its targets counts" in text, text)
     write_mask(path, tokens, np.arange(30) > 16)  # none in the first two batches of three
     for steps, wish in ((2, "-"), (3, r"(\S+) -> \2")):
-        _, said, error = call(*flags, "-x", steps, "-v", 0, "-o", folder / f"{steps}")
+        said = ran(*flags, "-x", steps, "-v", 0, "-o", folder / f"{steps}")
         ok = re.search(rf"step +2/\d \| loss - \| norm  0(.|\n)*; training loss {wish}\n", said)
         check(f"{steps} steps, two without targets, and the summary", ok and "loss 0" not in said,
-              said + error)
+              said)
         lines = [json.loads(line) for line in (folder / f"{steps}/log.jsonl").open()]
         check("their losses are null", [line["loss"] is None for line in lines] ==
               [True, True, False][:steps], lines)
@@ -323,10 +318,8 @@ def test_bad_masks(folder):
     check("a chart has no loss of theirs", [[*run.series[name][0]] for name in ("loss", "norm")] ==
           [[2], [0, 1, 2]], run.series)
     write_mask(path, tokens, np.ones(30, bool), 41)
-    status, _, error = call("-e", TINY, "-i", path, "-j", path, "-b", 1, "--device", "cpu")
-    check("rows longer than maxT", status and re.fullmatch(
-        "error: the conversations lie in rows of 41 tokens; expected .* = 40 .*--row 40 .*\n",
-        error), error)
+    check_error("the conversations lie in rows of 41 tokens; expected .* = 40 .*--row 40 ",
+                  "-e", TINY, "-i", path, "-j", path, "-b", 1, "--device", "cpu")
     check("other rows: a warning", "WARNING: -t 8: the conversations lie in rows of 3" in text,
           text)
 
@@ -344,10 +337,7 @@ def test_runs(device_name, folder):
              "--dtype", "fp32")
 
     def train(*more):
-        status, text, error = call(*flags, *more)
-        if status:
-            raise AssertionError(error)
-        return text
+        return ran(*flags, *more)
 
     def losses(text):
         return re.findall(r"(?:step .*?|val )loss (\S+)", text)
@@ -361,9 +351,7 @@ def test_runs(device_name, folder):
     good = mask_path(path).read_bytes()
     tokens = np.array(read_tokens(path, V))
     write_mask(path, tokens, 1 - np.frombuffer(good, np.uint8)[1024:])
-    status, _, error = call(*flags, "-x", 5, "-o", whole, "-y", 1)
-    check("another mask", status and "part_train_1.mask" in error and "expected the same" in error,
-          error)
+    check_error("part_train_1.mask.*expected the same", *flags, "-x", 5, "-o", whole, "-y", 1)
     mask_path(path).write_bytes(good)
     check("--mask 0", losses(train("-x", 2, "--mask", 0)) == plain != losses(text)[: len(plain)],
           plain)

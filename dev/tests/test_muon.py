@@ -24,8 +24,8 @@ from dev.llama3.train_llama3 import Config3, Llama3
 from dev.tests import jobs
 from dev.tests.checks import EXACT, TINY, check, check_refusal, fast, words
 from dev.tests.models import in_each_order, model_class, on_device
-from dev.tests.trainings import (LLAMA, call, check_resumed, place_of, token_files,
-                                 without)
+from dev.tests.trainings import (LLAMA, TRAINER, call, check_resumed, place_of, token_files,
+                                 trained, without)
 from prepro_tinyshakespeare import write_tokens
 from train_gpt2 import ceil_div, offsets, pack_batch, to_float
 
@@ -420,21 +420,13 @@ def test_tables():
 # ---- Runs
 
 
-def train(output, *flags, status=0, program="train_gpt2"):
-    found, *said = call("--device", "cpu", *(("-o", output) if output else ()), *flags,
-                        program=program)
-    check(f"{output and output.name} {flags[-2:]}: status", found == status, said[1])
-    return "".join(said)
-
-
 def test_runs(folder):
     """A run resumes to the bit, and only with its optimizer, whether its flags are known or not."""
     token_files(folder)
     whole, plain = folder / "whole", folder / "plain"
-    data = ("-e", TINY, "-i", folder / "part_train_0.bin", "-j", folder / "part_val_0.bin",
-            "-b", 2, "-t", 8, "-v", 0, "-s", 0, "-l", 1e-2, "--dtype", "bf16", "-n", 2)
-    train(whole, *data, "-x", 4, "--optimizer", "muon", "--muon-lr", 0.05)
-    check_resumed("muon", whole, lambda copy: train(copy, "-y", 1, "-v", 0, "-s", 0), 4)
+    flags = "--dtype", "bf16", "-n", 2, "-x", 4
+    trained(whole, *flags, "--optimizer", "muon", "--muon-lr", 0.05)
+    check_resumed("muon", whole, lambda copy: trained(copy, "-y", 1), 4)
     state = np.fromfile(whole / "state_00000004_00000.bin", "<i4")
     check("the state has its own version", state[1] == 2)
     c = Config.from_file(TINY)
@@ -445,13 +437,15 @@ def test_runs(folder):
         zero = not v[at : at + row.size].any()
         check(f"v of {row.name}", zero == (row.name in muon.HIDDEN))
         at += row.size
-    train(plain, *data, "-x", 4)
+    trained(plain, *flags)
     for run, other in ((whole, "adamw"), (plain, "muon")):
-        text = train(run, "-y", 1, "-x", 6, "--optimizer", other, status=1)
+        text = trained(run, "-y", 1, "-x", 6, "--optimizer", other, status=1)
         check("another optimizer: one line", text.count("expected the same") == 1 and
               f"now it is {other}" in text, text)
         (run / "run_00000004.json").unlink()
-        text = train(run, *data, "-y", 1, "-x", 6, "--optimizer", other, status=1)
+        text = trained(run, "-e", TINY, "-i", folder / "part_train_0.bin", "-j",
+                       folder / "part_val_0.bin", "-b", 2, "-t", 8, "--dtype", "bf16", "-y", 1,
+                       "-x", 6, "--optimizer", other, status=1)
         was = {"adamw": "muon", "muon": "adamw"}[other]
         check("without the run's flags: one line",
               f"a state of --optimizer {was}; expected one of --optimizer {other}" in text, text)
@@ -460,12 +454,11 @@ def test_runs(folder):
 def test_others(folder):
     """Llama and FP8 train with it; the learning rate follows the schedule."""
     token_files(folder)
-    data = ("-i", folder / "part_train_0.bin", "-j", folder / "part_val_0.bin", "-b", 2, "-t", 8,
-            "-v", 0, "-s", 0, "-x", 8, "-l", 1e-2, "--optimizer", "muon", "-q", 0)
-    text = train(None, *data, "-e", "2x2x64", program=LLAMA)
-    check("Llama trains", "loss" in text.splitlines()[-1])
-    text = train(None, *data, "-e", TINY, "--dtype", "fp8")
-    check("FP8 trains", "loss" in text.splitlines()[-1])
+    flags = "-x", 8, "--optimizer", "muon", "-q", 0
+    for name, *more, program in (("Llama", "-e", "2x2x64", LLAMA), ("FP8", "--dtype", "fp8",
+                                                                    TRAINER)):
+        text = trained(folder / name, *flags, *more, program=program)
+        check(f"{name} trains", "training loss" in text)
     model = muon_model(GPT2, CONFIG, "cpu", "--muon-lr", 0.04)
     model.start_step(**SETTINGS | dict(learning_rate=SETTINGS["learning_rate"] / 4))
     yield "the rate is in device memory", model.adam.muon, [0.01, 0.95, 0.05], 1e-6
@@ -505,9 +498,8 @@ def test_ranks(device_name, folder):
     are the same. (The gradients have few singular values above 0, and rounding errors become
     larger.)"""
     needs_ranks(device_name, 3)
-    with contextlib.redirect_stdout(None):
-        write_tokens(folder / "part_train_0.bin", np.tile(words(257, 8), 20))
-        write_tokens(folder / "part_val_0.bin", words(257, 100))
+    write_tokens(folder / "part_train_0.bin", np.tile(words(257, 8), 20))
+    write_tokens(folder / "part_val_0.bin", words(257, 100))
     start, changes = np.fromfile(TINY, "<f4")[256:], []
     for count, zero in ((1, 0), (3, 0), (2, 1), (3, 1)):
         output = folder / f"{count} {zero}"

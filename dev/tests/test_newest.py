@@ -1,5 +1,4 @@
 """Test dev/features/checkpoints/newest.py: -e FOLDER, the newest complete checkpoint of a run."""
-import contextlib
 import json
 import os
 import re
@@ -8,7 +7,7 @@ from pathlib import Path
 
 from dev.features.checkpoints.newest import newest_checkpoint
 from dev.tests.checks import TINY, check, check_refusal
-from dev.tests.trainings import call
+from dev.tests.trainings import ran
 from dev.tools import score
 from prepro_tinyshakespeare import write_tokens
 
@@ -44,24 +43,22 @@ def test_newest(folder):
     check("no weights", found(folder / "none") is None)
 
     os.chdir(folder)
-    with contextlib.redirect_stdout(None):
-        write_tokens("tokens.bin", range(200))
+    write_tokens("tokens.bin", range(200))
     flags = ("--device", "cpu", "-i", "tokens.bin", "-j", "tokens.bin", "-b", 1, "-t", 8, "-x", 1,
              "-v", 0, "-s", 0)
-    status, text, error = call("--device", "cpu", "-e", "run", "--sample", "", "-g", 1)
-    check("--sample says which", status == 0 and "model run/model_00000300.bin (-e)\n" in error,
-          error)
-    status, text, error = call(*flags, "-e", "run/", "-o", "out", "-n", 1)
-    check("training says which", status == 0 and re.search(
-        r"^model +\| run/model_00000300.bin \(-e\)", text, re.M), error)
+    text = ran("--device", "cpu", "-e", "run", "--sample", "", "-g", 1)
+    check("--sample says which", "model run/model_00000300.bin (-e)\n" in text, text)
+    text = ran(*flags, "-e", "run/", "-o", "out", "-n", 1)
+    check("training says which",
+          re.search(r"^model +\| run/model_00000300.bin \(-e\)", text, re.M), text)
     kept = json.loads(Path("out/run_00000000.json").read_text())["flags"]["model"]
     check("and keeps which", kept == str(run / "model_00000300.bin"), kept)
-    status, text, error = call(*flags, "-x", 2, "-e", "run", "-o", "out", "-y", 1)
-    check("a resumed run", status == 0 and "step    2/2" in text, error)
+    text = ran(*flags, "-x", 2, "-e", "run", "-o", "out", "-y", 1)
+    check("a resumed run", "step    2/2" in text, text)
     Path("questions.bin").touch()
     check_refusal("score.py takes it", "questions.bin: its header of 0 bytes", score.main,
                   ["-e", "run", "--data", "questions.bin"])
     (folder / "d1").mkdir()
     checkpoint(folder / "d1", 1, "model", "DONE")
-    status, text, error = call(*flags, "-e", "d1", "--dry-run")
-    check("a descriptor stays one", status == 0 and "d1 (-e)" in text and "L=1" in text, error)
+    text = ran(*flags, "-e", "d1", "--dry-run")
+    check("a descriptor stays one", "d1 (-e)" in text and "L=1" in text, text)

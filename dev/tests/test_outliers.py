@@ -15,9 +15,9 @@ from dev.cpu.emulated import Emulated
 from dev.features.devices import make_device
 from dev.features.outliers import SOURCE, WINDOW
 from dev.features.seams import GPT2
-from dev.tests.checks import EXACT, TINY, check, fast
+from dev.tests.checks import EXACT, check, fast
 from dev.tests.models import model_class
-from dev.tests.trainings import call, place_of, token_files
+from dev.tests.trainings import place_of, token_files, trained
 from train_gpt2 import Verdict
 
 SMALL = Config(maxT=8, V=11, L=1, NH=2, C=64, Vp=32)
@@ -56,21 +56,13 @@ def test_z_scores(device_name):
 # ---- Runs
 
 
-def train(device_name, output, *flags):
-    """Call the trainer, check that it succeeds, and return its output."""
-    status, text, error = call("--device", place_of(device_name), "-o", output, *flags)
-    check(f"{output.name}: status", status == 0, error)
-    return text
-
-
 def test_runs(device_name, folder):
     """A checkpoint has windows if its run has a limit. A run can resume from a checkpoint with
     windows, as all older ones are, and from one without."""
     token_files(folder)
     plain = folder / "plain"
-    train(device_name, plain, "-e", TINY, "-i", folder / "part_train_0.bin", "-j",
-          folder / "part_val_0.bin", "-b", 2, "-t", 8, "-v", 0, "-s", 0, "--dtype", "fp32", "-n", 2,
-          "-x", 2)
+    place = dict(device=place_of(device_name))
+    trained(plain, "--dtype", "fp32", "-n", 2, "-x", 2, **place)
     notes = json.loads((plain / "run_00000002.json").read_text())
     check("no limit: no windows", not notes.keys() & {"windows", "seen"})
 
@@ -85,7 +77,7 @@ def test_runs(device_name, folder):
             ("windows and no limit", given, (), False, False)):
         output = shutil.copytree(plain, folder / name)
         (output / "run_00000002.json").write_text(json.dumps(before))
-        text = train(device_name, output, "-y", 1, "-x", 3, *flags)
+        text = trained(output, "-y", 1, "-x", 3, *flags, **place)
         for what, wish, words in (("the step is skipped", skips, "WARNING: step 3: no update"),
                                   ("they begin empty", says, "are never skipped")):
             found = words in text

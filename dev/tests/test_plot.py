@@ -1,10 +1,8 @@
 """Test dev/tools/plot.py: what it reads, and where the lines and ticks of its SVGs are."""
 import os
 import re
-import signal
-import subprocess
 import sys
-import time
+import warnings
 import xml.etree.ElementTree as ET
 from unittest import mock
 
@@ -12,8 +10,8 @@ import numpy as np
 
 from dev.tests.checks import EXACT, check, check_refusal, fast
 from dev.tests.trainings import call
-from dev.tools.plot import (apart, columns_of, draw, figures, panel, parse, read_log, read_printed,
-                            read_run, short, smoothed, sparkline, thinned)
+from dev.tools.plot import (TITLES, draw, figures, parse, read_log, read_printed, read_run, short,
+                            smoothed)
 
 LOG = """s:0 tel:11.0092
 s:0 trl:11.0091 lr:0.000001 norm:15.37
@@ -90,8 +88,7 @@ def test_logs(folder):
         check(f"a damaged line, {name}, is skipped",
               same(run.series, HELD) and "skipped line 12," in run.skipped, run.skipped[:200])
     named = write(folder / "no \udcff UTF-8 \x1b")
-    check("a name that is no text can be drawn", draw([read_run(named)], "steps") and panel(
-        [named, folder / "\udcff"], None, 80, 20).encode())
+    check("a name that is no text can be drawn", draw([read_run(named)], "steps"))
     crlf = write(folder / "crlf", "\ufeff" + LOG.replace("\n", "\r\n"))
     check("lines that end as Windows's do", same(read_run(crlf).series, HELD))
     for wish, text in (("has no whole line yet; expected lines such as", ""),
@@ -148,7 +145,7 @@ def test_tokens_and_speed(folder):
 
 @fast
 def test_numbers(folder):
-    """Smoothing, thinning, and the room between labels, each against the plainest loop."""
+    """Smoothing, against the plainest loop; and counts for people."""
     rng = np.random.default_rng(5)
     values = rng.normal(size=40)
     values[[3, 4, 5, 20, 39]] = np.nan, np.nan, np.nan, np.inf, np.nan
@@ -163,25 +160,6 @@ def test_numbers(folder):
         check(f"smoothed by {width}: NaN", np.array_equal(np.isnan(found), np.isnan(wish)))
         yield f"smoothed by {width}", np.nan_to_num(found), np.nan_to_num(wish), 1e-14
 
-    x, y = np.arange(2500.0), rng.normal(size=2500)
-    y[[0, 700, 701, 702, 703, 704]] = np.nan
-    few = thinned(x[:2000], y[:2000])
-    yield "2000 points are all drawn", few[1], y[:2000], EXACT
-    check("of 2001 fewer are", len(thinned(x[:2001], y[:2001])[0]) <= 2000)
-    found_x, found_y = thinned(x, y, 500)
-    check("thinned: points of the line, in order",
-          len(found_x) <= 1000 and all(np.diff(found_x) > 0) and
-          np.array_equal(found_y, y[found_x.astype(int)], equal_nan=True))
-    lost = [i for i in range(500) for part in [y[5 * i : 5 * i + 5]] if np.isfinite(part).any()
-            and not {np.nanmin(part), np.nanmax(part)} <= set(found_y)]
-    check("thinned: the ends of each bucket",
-          not lost and np.isnan(found_y[found_x == 700]).sum() == 1, lost)
-
-    check("labels far apart stay", apart([1, 5, 9], 2) == [1, 5, 9])
-    check("labels at one place", apart([4, 4, 4], 2) == [2, 4, 6])
-    check("a cluster and one alone", apart([1, 1, 10], 2) == [0, 2, 10])
-    check("clusters that meet", apart([1, 1, 3, 3], 2) == [-1, 1, 3, 5])
-    check("no label", apart([], 1) == [])
     for number, wish in ((0, "0"), (999, "999"), (1000, "1k"), (524288, "524.3k"), (2.5e9, "2.5B"),
                          (-3e6, "-3M"),
                          (1.5e12, "1.5T"), (0.25, "0.25")):
@@ -224,78 +202,6 @@ def test_reference_lines(folder):
           len(figures("HellaSwag", [run, of_scores(folder, (0.4,))], None, None)) == 3)
     found = figures("val loss", [loss._replace(data="edu")], None, None)
     check("by what a run was trained on", found == [(3.2924, "OpenAI's 124M, 3.2924")], found)
-
-
-# ---- The terminal
-
-
-@fast
-def test_sparklines(folder):
-    """Blocks of a few numbers, and a panel, letter by letter."""
-    for means, height, wish in (
-            ([1, 2, 3, 4, 5, 6, 7, 8], 1, ["▁▂▃▄▅▆▇█"]), ([8, 1], 1, ["█▁"]),
-            ([3, 3, 3], 1, ["▁▁▁"]),
-            ([1, np.nan, 8], 1, ["▁ █"]), ([np.nan] * 3, 2, ["   ", "   "]),
-            ([0, 8, 15], 2, ["  █"[:1] + "▁█", "▁██"]),
-            ([0, 23], 3, [" █", " █", "▁█"]), ([99, *[0, 7] * 5], 1, ["█" + "▁█" * 5])):
-        found = sparkline(np.float64(means), height)
-        check(f"sparkline of {means}", found == wish, found)
-    steps = np.array([0, 1, 2, 3, 8, 9])
-    values = np.array([1, 3, np.nan, 5, 7, 9.0])
-    yield "columns of steps", columns_of(steps, values, 9, 5), np.array([2, 5, 5, 5, 8.0]), EXACT
-    yield ("more columns than steps", columns_of(steps[:2], values[:2], 1, 4),
-           np.array([1, 1, 3, 3.0]), EXACT)
-    check("nothing before the first",
-          np.isnan(columns_of(np.array([5]), np.ones(1), 5, 3)).tolist() == [1, 1, 0])
-
-
-@fast
-def test_panels(folder):
-    """The text of a panel, letter by letter; and as much of it as a terminal holds."""
-    one = write(folder / "one")
-    (one / "log").write_text(PRINTED)
-    # 19 columns for the steps 0 to 4. Step s is in column 19 s / 5, which is cut off to 0, 3, 7,
-    # 11, 15.
-    rows = [("loss", (11.0091, 10.5, 9.9, 9.1, 9.1), "9.1000    9.1000   11.0091"),
-            ("val loss", (11.0092, 11.0092, 9.75, 9.75, 8.5), "8.5000    8.5000   11.0092"),
-            ("HellaSwag", (None, None, 0.255, 0.255, 0.26), "0.2600    0.2550    0.2600"),
-            ("norm", (15.37, 9, 6.5, 4.25, 4.25), "4.25      4.25     15.37"),
-            ("lr", (1, 2, 3, 4, 4), "0.000004  0.000001  0.000004"),
-            ("tok/s", (1241, 1234567, 1234567, 228000, 228000), "228k    1.241k    1.235M")]
-
-    def expected(tall):
-        lines = ["one: step 4, 1.024k tokens" + 10 * " " + "last       low      high"]
-        for name, values, ends in rows:
-            there = [value for value in values if value is not None]
-            low, high = min(there), max(there)
-            levels = [0
-                      if value is None else 1 + round((8 * tall - 1) * (value - low) / (high - low))
-                      for value, columns in zip(values, (3, 4, 4, 4, 4)) for _ in range(columns)]
-            for row in range(tall - 1, -1, -1):
-                blocks = "".join(" ▁▂▃▄▅▆▇█"[max(0, min(8, level - 8 * row))] for level in levels)
-                lines.append(f"{name:10}{blocks}  {ends:>29}"
-                             if row == 0 else f"{'':10}{blocks}".rstrip())
-        return "\n".join(lines)
-
-    for height, tall in ((7, 1), (12, 1), (13, 2), (18, 2), (19, 3), (50, 3)):
-        found = panel([one], None, 60, height)
-        ok = found == expected(tall)
-        check(f"a panel of {height} lines", ok,
-              "" if ok else f"\n{found}\nexpected\n{expected(tall)}")
-    wish = "\n".join([*expected(1).split("\n")[:5], "2 lines more: they need a higher terminal"])
-    check("a line too many", panel([one], None, 60, 6) == wish)
-    wrong = write(folder / "wrong", LOG + "x\n")
-    text = panel([wrong, folder / "absent", one], 100, 80, 23)
-    lines = text.split("\n")
-    check("80x24: three runs", len(lines) <= 23 and max(map(len, lines)) <= 80)
-    check("and what is wrong with them", lines[0].startswith("wrong: step 4, 400 tokens") and
-          "skipped line 12" in text and f"{folder / 'absent'}: could not be read"[:80] in text and
-          "one: step 4, 400 tokens" in text, lines[:2])
-    text = panel([one] * 6, None, 80, 23)
-    check("a narrow terminal", panel([one], None, 20, 23).startswith("one: step 4"))
-    check("80x24: six runs",
-          text.count("\n") == 22 and text.endswith("\n20 lines more: they need a higher terminal"))
-    check("none at all", panel([folder / "absent"], None, 80, 23).startswith(str(folder)[:20]))
 
 
 # ---- The chart
@@ -426,29 +332,109 @@ def test_charts(folder):
         found, _ = lines_of(draw([of_scores(folder, scores, name)], "steps"))
         check(f"{name} alone", len(found[f"run0-{name.replace(' ', '-')}"]) == len(scores))
     with mock.patch.dict(sys.modules, {"matplotlib": None}):
-        check_refusal("chart", "matplotlib is not installed.*pip install -r dev/requirements.txt; "
-                      "--watch does without", draw, runs, "steps")
+        check_refusal("chart", "matplotlib is not installed.*pip install -r dev/requirements.txt",
+                      draw, runs, "steps")
+
+
+def words_of(svg):
+    """[(text, left, top, right, bottom)] of all that is written, with letters as wide as they are
+    on average."""
+    found = []
+    for text in ET.fromstring(svg).iter("{http://www.w3.org/2000/svg}text"):
+        style, x, y = text.get("style"), float(text.get("x")), float(text.get("y"))
+        size = float(re.search(r"font-size: ([\d.]+)px", style)[1])
+        width = 0.58 * size * len(text.text)
+        left = (x - width *
+                {"start": 0, "middle": 0.5, "end": 1}[re.search(r"text-anchor: (\w+)", style)[1]])
+        found.append((text.text, left, y - 0.8 * size, left + width, y + 0.1 * size))
+    return found
+
+
+def collisions(svg):
+    """Pairs of texts that overlap, and texts that leave the picture."""
+    words, (*_, width, height) = words_of(svg), map(float,
+                                                    ET.fromstring(svg).get("viewBox").split())
+    return [(a[0], b[0]) for i, a in enumerate(words) for b in words[:i]
+            if a[1] < b[3] and b[1] < a[3] and a[2] < b[4] and b[2] < a[4]] + [
+        word for word in words
+        if word[1] < -5 or word[2] < 0 or word[3] > width + 10 or word[4] > height]
+
+
+def test_pictures(folder):
+    """What a person has to be able to see: numbers on each x axis, and words apart."""
+    steps = "".join(f"s:{s} trl:{3 + 8 / (s / 9 + 1):.4f} lr:0.000{s % 7} "
+                    f"norm:{1 + 40 * (s < 5):.2f}\n" + (
+        f"s:{s} tel:{3.2 + 8 / (s / 9 + 1):.4f}\ns:{s} eval:{0.25 + s / 50000:.4f}\n"
+        if s % 50 == 0 else "")
+        for s in range(601))
+    flags = '{"flags": {"total_batch": 524288, "train_data": "fineweb"}}'
+    letters = "a run with many settings in its name " * 7
+    few = [read_run(write(folder / "run", steps, run_00000000_json=flags))]
+    (folder / "run" / "log").write_text("".join(
+        f"step {i}/9 | loss 1 | norm 1 | lr 1 | 200 ms | {speed} tok/s | {256 * i} tokens\n"
+        for i, speed in ((1, "1,241"), (2, "1,234,567"), (4, "228,000"))))
+    with_speed = [read_run(folder / "run")]
+    short_runs = [read_run(write(folder / "short", "".join(steps.splitlines(True)[:n])))
+                  for n in (3, 6)]
+    two = [run._replace(name=f"{i} {letters[:200]}") for i, run in enumerate(few * 2)]
+    many = [run._replace(name=f"run {i}") for i, run in enumerate(few * 12)]
+    for name, runs in (("one run", few), ("one with speeds", with_speed),
+                       ("one step", short_runs[:1]),
+                       ("three steps", short_runs[1:]), ("long names", two), ("twelve", many)):
+        for x in ("steps", "tokens") if runs is few else ("steps",):
+            with warnings.catch_warnings(record=True) as warned:
+                warnings.simplefilter("always")
+                svg = draw(runs, x)
+            # not those of files that other tests have left open
+            warned = [w for w in warned if issubclass(w.category, UserWarning)]
+            check(f"{name}, {x}: no word on another", not collisions(svg) and not warned,
+                  (collisions(svg), warned))
+            words = words_of(svg)
+            titles = [word for word in words if word[0] in TITLES.values()]
+            # Numbers between this panel's title and the next panel's, one below the other.
+            for title, *_, y in titles:
+                below = min([other[4] for other in titles if other[4] > y + 1], default=1e9)
+                numbers = [word for word in words
+                           if re.fullmatch(r"[\d.]+[kMB]?", word[0]) and y < word[4] < below]
+                lowest = max((word[4] for word in numbers), default=0)
+                row = [word[0] for word in numbers if abs(word[4] - lowest) < 0.1]
+                check(f"{name}, {x}: {title}: numbers on the x axis",
+                      len(row) >= (1 if "step" in name else 4), row)
+    ticks = [float(text) for text, *_ in words_of(draw(short_runs[1:], "steps"))
+             if re.fullmatch(r"[\d.]+", text)]
+    check("steps are whole numbers", not {0.5, 1.5} & set(ticks), ticks)
+    notes = [" ".join(word[0] for word in words_of(draw(runs, "steps")))
+             for runs in (few, short_runs)]
+    check("what is smoothed says over how many steps", notes[0].count("mean of 13 steps") == 2,
+          notes[0])
+    check("what is not does not say it", not re.search("smoothed|mean of", notes[1]), notes[1])
+
+    svg = draw(two, "steps")
+    check("runs with the same losses are told",
+          any("(same losses as 0 a run with" in word[0] for word in words_of(svg)))
+    colours = re.findall(r"<g id=\"run\d+-lr\">\s*<path[^>]*stroke: (#\w+)",
+                         draw(many, "steps").decode())
+    check("twelve runs have twelve colours", len(set(colours)) == len(colours) == 12, colours)
 
 
 # ---- The program
 
 
 def test_command_line(folder):
-    """Charts, panels, and one line for each mistake."""
-    one, wrong = write(folder / "one"), write(folder / "wrong", LOG + "x\n")
+    """Charts, and one line for each mistake."""
+    write(folder / "one")
+    write(folder / "wrong", LOG + "x\n")
     write(folder / "more").joinpath("one").mkdir()
     write(folder / "more" / "one")
     os.chdir(folder)
-    terminal = {"COLUMNS": "60", "LINES": "8"}
 
     def plot(*arguments):
-        with mock.patch.dict(os.environ, terminal):
-            return call(*arguments, program="dev.tools.plot")
+        return call(*arguments, program="dev.tools.plot")
 
     def words():
         return {text for text, _ in lines_of((folder / "a.svg").read_bytes())[1]}
 
-    found = plot("one", "-o", "a.svg", "more/one", "--tokens-per-step", "1000", wrong.name)
+    found = plot("one", "-o", "a.svg", "more/one", "--tokens-per-step", "1000", "wrong")
     check("plot.py: three runs", found == (
         0, "wrote a.svg\n",
         "WARNING: wrong/main.log: skipped line 12, which main.log does not have\n"), found)
@@ -456,46 +442,18 @@ def test_command_line(folder):
     check("plot.py: runs of one name have their paths'", wish <= words(), words())
     plot("one", "-o", "a.svg", "--tokens-per-step", "1000", "--x", "steps")
     check("plot.py: --x steps", "steps" in words() and "tokens" not in words())
-    found = plot("one", "--once")
-    check("plot.py: --once", found == (0, panel([one], None, 60, 7) + "\n", ""), found)
     for wish, *arguments in (
             ("absent: could not be read", "absent"),
-            ("absent: could not be read", "absent", "--once"),
             ("-o a.pdf: expected .*.svg or .png", "one", "-o", "a.pdf"),
             ("--x tokens: .*give --tokens-per-step", "one", "--x", "tokens"),
             ("--nonsense", "one", "--nonsense"),
-            ("no RUN is given", "--once"), ("--x: invalid choice", "one", "--x", "hours"),
+            ("no RUN is given", "-o", "a.svg"), ("--x: invalid choice", "one", "--x", "hours"),
             ("--model 3B: expected some of", "one", "--model", "3B"),
             ("--tokens-per-step: 0: expected at least 1", "one", "--tokens-per-step", "0"),
             ("a.svg", "one", "-o", "a.svg/a.svg")):
         found = plot(*arguments)
         check(f"plot.py: {wish}",
               found[:2] == (1, "") and re.fullmatch(f"error: .*{wish}.*\n", found[2]), found)
-    flags = parse(["one", "--model", "124M,350M", "two", "--watch", "-o", "a.svg", "three"])
-    found = flags.runs, flags.model, flags.watch
-    check("flags between runs", found == (["one", "two", "three"], ["124M", "350M"], 1), flags)
-
-    # --watch waits for a run, follows it, and ends by Ctrl-C, which a background job would ignore.
-    shown = folder / "shown"
-    with open(shown, "wb") as file:
-        process = subprocess.Popen([sys.executable, "-m", "dev.tools.plot", "later", "--watch",
-                                    "--every", "0.1"],
-                                   env=os.environ | terminal | {"PYTHONIOENCODING": "utf-8"},
-                                   stdout=file, stderr=subprocess.STDOUT,
-                                   preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
-        try:
-            for text, log in (("could not be read",
-                               LOG), ("step 4", LOG + "s:5 tel:8.0\ns:6 te"), ("step 5", None)):
-                until = time.monotonic() + 30
-                while (f"later: {text}" not in shown.read_text(encoding="utf-8") and
-                       time.monotonic() < until):
-                    time.sleep(0.1)
-                check(f"--watch shows {text}",
-                      f"later: {text}" in shown.read_text(encoding="utf-8"))
-                if log:
-                    write(folder / "later", log)
-            process.send_signal(signal.SIGINT)
-            check("--watch leaves by Ctrl-C",
-                  process.wait(20) == 0 and "Traceback" not in shown.read_text())
-        finally:
-            process.kill()
+    flags = parse(["one", "--model", "124M,350M", "two", "-o", "a.svg", "three"])
+    found = flags.runs, flags.model
+    check("flags between runs", found == (["one", "two", "three"], ["124M", "350M"]), flags)

@@ -1,22 +1,20 @@
 """Test prepro_tinyshakespeare.py: a text becomes two token files, which are also made here, byte by
 byte. No network is needed. Other vocabularies are tested in test_vocabulary.py.
 """
-import contextlib
-import io
 import os
 import re
 import struct
 import subprocess
 import sys
-import urllib.error
 from pathlib import Path
 from unittest import mock
 
 from dev.data.paths import data_paths
 from dev.data.text import call_tiktoken
 import prepro_tinyshakespeare as prepro
-from dev.data import own_text, vocabulary
+from dev.data import vocabulary
 from dev.tests.checks import EXACT, check, check_refusal, fast, refusal
+from dev.tests.documents import prepro_in
 from dev.tests.folders import byte_encoding
 
 END = 50256  # <|endoftext|>
@@ -34,24 +32,10 @@ def byte_vocabulary():
 
 
 def program(folder, *arguments, text=None):
-    """Run prepro in a folder. A download gives this text, or fails if there is none. Returns the
-    output."""
-    answer = mock.Mock(side_effect=urllib.error.URLError("no network"))
-    if text is not None:
-        answer = mock.Mock(return_value=io.BytesIO(text.encode()))
-    here = os.getcwd()
-    os.chdir(folder)
-    try:
-        with (mock.patch("urllib.request.urlopen", answer),
-              mock.patch.object(sys, "argv", ["prepro", *arguments]),
-              mock.patch.object(own_text, "run_main", lambda main: main()),
-              mock.patch.object(prepro, "gpt2_encoding", byte_encoding),
-              mock.patch.object(vocabulary, "gpt2_vocabulary", byte_vocabulary),
-              contextlib.redirect_stdout(io.StringIO()) as said):
-            prepro.main()
-    finally:
-        os.chdir(here)
-    return said.getvalue()
+    """Run prepro in a folder with this vocabulary. Returns the output."""
+    with (mock.patch.object(prepro, "gpt2_encoding", byte_encoding),
+          mock.patch.object(vocabulary, "gpt2_vocabulary", byte_vocabulary)):
+        return prepro_in(folder, *arguments, text=text)
 
 
 def tokens_in(path):

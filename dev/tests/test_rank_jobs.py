@@ -3,7 +3,6 @@
 dev/tests/test_ranks.py has what ranks compute and save, dev/tests/test_meeting.py what needs no
 training.
 """
-import contextlib
 import os
 import re
 import secrets
@@ -175,8 +174,7 @@ def test_signals(device_name, folder):
     c = Llama3.Config.from_file(TIED)
     place = device_of(device_name, "bf16", c.C, c.NH, architecture=Llama3, group=c.NH // c.NKV)
     model, data = Llama3(c, place, 1, 8), FilesLoader(folder / "part_train_*.bin", 1, 8, c, 1)
-    with contextlib.redirect_stdout(None):
-        load_state(lambda rank: output / f"state_{step:08d}_{rank:05d}.bin", model, data)
+    load_state(lambda rank: output / f"state_{step:08d}_{rank:05d}.bin", model, data)
     for name, values in read_parameters(output / f"model_{step:08d}.bin", c):
         if hasattr(model.params, name):
             found = place.get(getattr(model.params, name)).reshape(-1)[: values.size]

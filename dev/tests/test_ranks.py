@@ -14,7 +14,6 @@ import random
 import re
 import shutil
 import signal
-import struct
 import time
 
 import numpy as np
@@ -40,18 +39,12 @@ from dev.tests.jobs import (BRIEF, COUNTS, POISONED, SMALL, begin, begun, bytes_
                             counts_of, curve, data_files, done_steps, end, one_speaks, ranks_of,
                             same, train, wrapped)
 from dev.tests.models import device_of
-from dev.tests.trainings import LLAMA, TRAINER, file_of, parse_state, random_examples, without
+from dev.tests.states import TENSORS, Walk, place_of, read_state
+from dev.tests.trainings import LLAMA, TRAINER, file_of, random_examples, without
 from train_gpt2 import BF16, coins, to_float
 
 CASTS = "gradient_to_wire", "gradient_from_wire"
 MICROS = {1: 6, 2: 3, 3: 2}  # micro-batches of a step, by the number of ranks
-# The fixture's tensors in a file's order, (matrices, numbers of one): Vp = 384, maxT = 40, L = 2, C
-# = 64
-TENSORS = [(1, 384 * 64), (1, 40 * 64), (2, 64), (2, 64), (2, 192 * 64), (2, 192), (2, 64 * 64),
-           (2, 64), (2, 64),
-           (2, 64), (2, 256 * 64), (2, 256), (2, 64 * 256), (2, 64), (1, 64), (1, 64)]
-
-
 # ---- What ranks compute
 
 
@@ -276,31 +269,7 @@ def test_bf16_sums(device_name, folder):
         yield f"-z {zero}: numbers of bf16", gradient, to_float(to_bf16(gradient)), 1e-6
 
 
-# ---- State files, read by hand (sections a and i of llm.c's formats), and loaders, recounted
-# (section f)
-
-
-def read_state(path, count, rank, zero):
-    """The fields of a rank's state file, and its m, v and parameters: each the tensors (matrices,
-    numbers of one); with ZeRO the pieces of all matrices, and behind those of rank 0 the tails."""
-    fields, data, at = parse_state(path)
-    shapes, arrays = TENSORS, []
-    if zero:
-        shapes = [(n, size // (8 * count) * 8) for n, size in TENSORS]
-        tails = [(n, size - count * piece) for (n, size), (_, piece) in zip(TENSORS, shapes)]
-        shapes += [(n, tail) for n, tail in tails if tail and not rank]
-    for n, size in 3 * shapes:
-        arrays.append(np.frombuffer(data, "<f4", n * size, at).reshape(n, size))
-        at += 4 * n * size
-    if fields["header"][5]:
-        fields["shards"], [n] = (struct.unpack_from("<Q3i", data, at)[1:],
-                                 struct.unpack_from("<Q", data, at + 20))
-        fields["order"], at = struct.unpack_from(f"<{n}i", data, at + 28), at + 28 + 4 * n
-        fields["left"] = struct.unpack_from("<i", data, at + 8)
-        fields["key"] = struct.unpack_from("<624I", data, at + 16)
-        at += 2520
-    assert at == len(data), f"{path}: {len(data)} bytes, expected {at}"
-    return fields, [arrays[i : i + len(shapes)] for i in range(0, len(arrays), len(shapes))]
+# ---- State files, and loaders
 
 
 def merged(output, step, count, zero):
@@ -321,48 +290,6 @@ def merged(output, step, count, zero):
             assert all(np.array_equal(a, b) for share in shares
                        for a, b in zip(share, shares[0])), "ranks differ"
     return np.stack(sets), [fields for fields, _ in states]
-
-
-class Walk:
-    """A rank's way through the training files."""
-
-    def __init__(self, rank, ranks, shuffle, B=1, T=8):
-        self.twister, self.shuffle, self.tokens = (np.random.RandomState(42 + rank), shuffle,
-                                                   ranks * B * T)
-        self.shards, self.shard = self.permuted([0, 1, 2]), -1
-        self.next_shard()
-
-    def permuted(self, items):
-        for i in range(len(items) - 1, 0, -1) if self.shuffle else ():
-            j = int(np.frombuffer(self.twister.bytes(4), "<u4")[0]) % (i + 1)
-            items[i], items[j] = items[j], items[i]
-        return items
-
-    def next_shard(self):
-        if self.shard == 2:
-            self.shards = self.permuted(self.shards)
-        self.shard, self.sample = (self.shard + 1) % 3, 0
-        self.order = self.permuted([*range((COUNTS[self.shards[self.shard]] - 1) // self.tokens)])
-
-    def advance(self, samples):
-        for _ in range(samples):
-            if self.sample == len(self.order):
-                self.next_shard()
-            self.sample += 1
-        return self
-
-    def state(self):
-        """Shard, sample, and what a shuffle is at."""
-        _, key, used, *_ = self.twister.get_state()
-        return [self.shard, self.sample,
-                *self.shuffle * (*self.shards, *self.order, max(1, 625 - used), *key)]
-
-
-def place_of(fields):
-    """The same of a state file."""
-    shuffle = fields["header"][5] and (*fields["shards"], *fields["order"], *fields["left"],
-                                       *fields["key"])
-    return [fields["shard"], fields["sample"], *(shuffle or ())]
 
 
 def moved(count, others):

@@ -10,7 +10,6 @@ import json
 import math
 import re
 import shutil
-import struct
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -26,69 +25,32 @@ from dev.features.checkpoints.state_file import shuffle_record
 from dev.features.shuffled_loader import FilesLoader
 from dev.lab.kernels.adamw import halves
 from dev.tests.checks import EXACT, FIXTURES, TINY, check, check_refusal, fast
-from dev.tests.trainings import (LLAMA, NUMBERS, bytes_of, call, check_resumed, parse_state,
-                                 place_of, train, without)
+from dev.tests.states import Walk, parse_state, place_of, read_state
+from dev.tests.trainings import (LLAMA, NUMBERS, bytes_of, call, check_resumed, place_of as place,
+                                 train, trained, without)
 
 pytestmark = pytest.mark.usefixtures("token_data")
 
 
 def test_state_files(device_name, folder):
     """Every field of a state file, with and without shuffling."""
-    counts, N = [333, 300, 170], NUMBERS
     for shuffle in (1, 0):
         output = folder / f"shuffle_{shuffle}"
         train(device_name, folder, output, "--shuffle", shuffle, "--dtype", "fp32", "-n", 7)
         for step in (7, 12):
-            fields, data, at = parse_state(output / f"state_{step:08d}_00000.bin")
             name = f"shuffle {shuffle}, step {step}:"
+            fields, sets = read_state(output / f"state_{step:08d}_00000.bin")
             yield f"{name} header", fields["header"], (20240527, 1, 1, 0, 1, shuffle), EXACT
             yield (f"{name} step, other fields", [fields["step"], len(fields["zeros"])], [step, 0],
                    EXACT)
-            # Where the loader is now, by another walk over the shards: 2 micro-batches of 16 tokens
-            # a step.
-            twister = np.random.RandomState(42)
-
-            def permute(items, twister=twister, first=len if shuffle else lambda items: 0):
-                for i in range(first(items) - 1, 0, -1):
-                    j = int(np.frombuffer(twister.bytes(4), "<u4")[0]) % (i + 1)
-                    items[i], items[j] = items[j], items[i]
-
-            shards = [0, 1, 2]
-            permute(shards)
-            shard, sample = 0, 0
-            order = list(range((counts[shards[0]] - 1) // 16))
-            permute(order)
-            for _ in range(2 * step):
-                if sample == len(order):
-                    shard, sample = shard + 1, 0
-                    if shard == 3:
-                        shard = 0
-                        permute(shards)
-                    order = list(range((counts[shards[shard]] - 1) // 16))
-                    permute(order)
-                sample += 1
-            yield (f"{name} shard, sample", [fields["shard"], fields["sample"]], [shard, sample],
-                   EXACT)
-            m, v, master = np.frombuffer(data[at : at + 12 * N], "<f4").reshape(3, N)
-            at += 12 * N
-            model = np.frombuffer((output / f"model_{step:08d}.bin").read_bytes()[1024:], "<f4")
+            # 2 micro-batches of 16 tokens a step
+            walk = Walk(0, 1, shuffle, B=2, counts=(333, 300, 170)).advance(2 * step)
+            check(f"{name} the place in the data", place_of(fields) == walk.state())
+            m, v, master = (np.concatenate([part.ravel() for part in parts]) for parts in sets)
+            model = np.fromfile(output / f"model_{step:08d}.bin", "<f4", offset=1024)
             yield f"{name} master weights are the model's", master, model, EXACT
             check(f"{name} m has both signs, v has one",
                   (m < 0).any() and (m > 0).any() and (v >= 0).all() and v.any())
-            if shuffle:
-                yield f"{name} shards", struct.unpack_from("<Q3i", data, at), [3, *shards], EXACT
-                n = struct.unpack_from("<Q", data, at + 20)[0]
-                yield f"{name} samples", struct.unpack_from(f"<{n}i", data, at + 28), order, EXACT
-                at += 28 + 4 * n
-                seed, left, following = struct.unpack_from("<QiI", data, at)
-                _, key, used, *_ = twister.get_state()
-                yield (f"{name} seed, left, next", [seed, left, following], [0, 625 - used, used],
-                       EXACT)
-                yield f"{name} twister", struct.unpack_from("<624I", data, at + 16), key, EXACT
-                yield (f"{name} matrix", struct.unpack_from("<2I", data, at + 2512),
-                       [0, 0x9908B0DF], EXACT)
-                at += 2520
-            check(f"{name} size", len(data) == at, f"{len(data)} == {at}")
 
 
 def test_resumed_runs(device_name, folder):
@@ -116,7 +78,7 @@ def test_resumed_runs(device_name, folder):
         ok = "after step 7" in text and "step    8/" in text and "step    7" not in text
         check(f"{name} resumed: it says so", ok, text[-300:] * (not ok))
     _, (status, _, error) = check_resumed("by its notes", folder / "fp32", lambda copy: call(
-        "--device", place_of(device_name), "-o", copy, "-y", 1), 12)
+        "--device", place(device_name), "-o", copy, "-y", 1), 12)
     check("by its notes: status", status == 0, error)
 
     _, data, at = parse_state(folder / "bf16 moments/state_00000012_00000.bin")
@@ -239,12 +201,8 @@ def test_overfitted_batch(device_name, folder):
 def test_changed_flags(folder):
     """A resumed run says at which rate it goes on, which flags it does not know, and what no longer
     goes with the others. Doubtful flags get a warning each, and others none."""
-    def train(output, *flags, status=0):
-        data = () if "-y" in flags else ("-e", TINY, "-i", folder / "part_train_0.bin", "-j", folder
-                                         / "part_val_0.bin", "-b", 2, "-t", 8, "-x", 8, "-n", 6)
-        found, *said = call("--device", "cpu", *data, *flags, "-o", output)
-        check(f"{flags}: status", found == status, said[1])
-        return "".join(said)
+    def train(output, *flags, **more):
+        return trained(output, *(() if "-y" in flags else ("-x", 8, "-n", 6)), *flags, **more)
 
     def rate(schedule, step, steps):
         """By the formulas of llm.c, for -l 0.01 -q 0.1 -u 2."""

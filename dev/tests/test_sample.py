@@ -19,7 +19,7 @@ from dev.llama3.train_llama3 import Config3
 from dev.tests.checks import EXACT, check, check_refusal, fast
 from dev.tests.folders import byte_encoding
 from dev.tests.models import device_of, poisoned_model
-from dev.tests.trainings import call
+from dev.tests.trainings import call, ran
 from prepro_tinyshakespeare import write_tokens
 from train_gpt2 import coins, generate as trainers_sample, make_header, replace_file
 
@@ -213,8 +213,7 @@ def test_vocabularies(folder):
     words_of_gpt2 = {i: b"{%d}" % i for i in range(50304)}
     with small_words(folder), mock.patch("dev.features.tokenizer.vocabulary",
                                          lambda: words_of_gpt2):
-        with contextlib.redirect_stdout(None):
-            write_tokens("tokens.bin", range(100))
+        write_tokens("tokens.bin", range(100))
         for V in (331, 50257, 50304, 50265):
             write_model(f"gpt2_{V}.bin", V)
         for V in (331, 50257, 128256):
@@ -326,8 +325,7 @@ def test_seeds(folder):
                       for flags in ((), ("--seed", 5))]
             check(f"{program}: greedy needs no seed", greedy[0] == greedy[1] and not greedy[0][1],
                   greedy)
-        with contextlib.redirect_stdout(None):
-            write_tokens("tokens.bin", range(100))
+        write_tokens("tokens.bin", range(100))
         texts = [re.findall("generating:\n(.*?)\n---", call(
             "--device", "cpu", "-e", "gpt2.bin", "-i", "tokens.bin", "-j", "tokens.bin", "-b", 1,
             "-t", 8, "-x", 2,
@@ -341,14 +339,11 @@ def test_in_training(folder):
     a newline if the data has no <|endoftext|>."""
     write_model(folder / "gpt2.bin", 50257)
     with small_words(folder):
-        with contextlib.redirect_stdout(None):
-            write_tokens("tokens.bin", [*range(99), 50256])
+        write_tokens("tokens.bin", [*range(99), 50256])
 
         def sample(*flags):
-            status, said, error = call("--device", "cpu", "-e", "gpt2.bin", "-i", "tokens.bin",
-                                       "-j", "tokens.bin", "-b", 1, "-t", 8, "-x", 1, "-l", 0,
-                                       "-v", 0, "-s", 1, "-g", 20, *flags)
-            assert not status, error
+            said = ran("--device", "cpu", "-e", "gpt2.bin", "-i", "tokens.bin", "-j", "tokens.bin",
+                       "-b", 1, "-t", 8, "-x", 1, "-l", 0, "-v", 0, "-s", 1, "-g", 20, *flags)
             return re.search("generating:\n(.*?)\n---$", said, re.S | re.M)[1]
 
         plain, greedy = sample(), sample("--temperature", 0)

@@ -1,21 +1,13 @@
 """Test Llama's products with SwiGLU of dev/features/hopper/swiglu_products.cu: on a CPU as on
 Hopper, and on a Hopper GPU.
-
-    pytest dev/tests/test_swiglu_products.py -k planted --faults 99   # all planted faults
-    pytest dev/tests/test_swiglu_products.py -m longest               # races
 """
-import contextlib
-import os
 from unittest import mock
 
 import numpy as np
-import pytest
 
 from dev.tests import hopper
 from dev.common.bf16 import to_bf16
 from dev.common.config import Config, draw_parameters
-from dev.common.gpus import GPUS, blocks_that_fit
-from dev.common.nvrtc import compile_cuda, has_nvrtc
 from dev.cpu import races
 from dev.cpu.emulated import Emulated
 from dev.features.dropout import SOURCE as DROPOUT
@@ -25,53 +17,16 @@ from dev.lab.formulas import dswiglu, swiglu
 from dev.lab.ladder import parse_sizes
 from dev.llama3.train_llama3 import Config3, Llama3
 from dev.tests.checks import EXACT, check
-from dev.tests.models import gradients, in_each_order, model_class, on_device
-from dev.tests.test_gelu_products import class_on_gpu, noting, with_fault
+from dev.tests.models import (AS_HOPPER, check_compiled, check_in_each_order, gradients,
+                              model_class, on_device, on_hopper)
+from dev.tests.test_gelu_products import class_on_gpu, noting
 from train_gpt2 import UserError, to_float
 
-SWITCHES = "-O1 -DHOPPER"
-# What is wrong, in swiglu_products.cu, and what a CPU says or the first wrong result
-FAULTS = (
-    ("gate's rows of w are up's", "(at.column + i / 4 * sizes.H) / 4", "at.column / 4", "fch"),
-    ("the first row of each four again", "&w, c, i % 4,", "&w, c, 0,", "fch"),
-    ("gate stored beside up", "(to + sizes.H) = two[1]", "(to + 64) = two[1]", "fch"),
-    ("the upper rows again below", "eight / 2 * LONG / 8 + i / 4", "i / 4", "fch"),
-    ("silu without its factor", "low(up) * left * sigmoid(left)", "low(up) * sigmoid(left)",
-     "fch_swiglu"),
-    ("rows below the result", "if (r >= sizes.N) continue;", "", "outside"),
-    ("columns beyond H, forward", "if (at.column + 32 * part >= sizes.H) break;", "", "outside"),
-    ("up's gradient without gate", "dup = d * gg;", "dup = d * g;", "dfch"),
-    ("gate's gradient without silu's slope", "(g + (gg - gg * g))", "g", "dfch"),
-    ("a product's boxes twice", "x, b, k, i", "x, b / 2, k, i", "dfch"),
-    ("up and gate of the first columns only", "i % 6 / 3 * 64, column = at.column + i % 3 * 64;",
-     "i % 6 / 3 * 64, column = at.column;", "dfch"),
-    ("the upper rows of fch again", "at.row + i % 6 / 3 * 64", "at.row", "dfch"),
-    ("lanes that do not know the swizzle", "^ turn) * W", ") * W", "dfch"),
-    ("nobody waits for up and gate", "mbarrier_wait(waits.fch_there[slot], use % 2);", "", "dfch"),
-    ("up and gate loaded over gradients that nobody has stored",
-     "mbarrier_wait(waits.dfch_there[i % RING], done / RING % 2);", "", "stuck"),
-    ("columns beyond H stored",
-     "if (column < sizes.H) {\n                store_box", "if (true) {\n                store_box",
-     "dfch"),
-    ("a row of tiles left out", "min(TALL, sizes.down() - band * TALL)",
-     "min(TALL, sizes.down() - band * TALL - (band > 0))", "fch"),
-    ("bands of other rows", "(band * TALL + inside % rows)", "(inside % rows)", "fch"),
-    ("no fence before TMA reads", "shared_written();\n        warp_arrives(waits.dfch_there",
-     "warp_arrives(waits.dfch_there", "race"),
-    ("a stage loaded before it is free",
-     "mbarrier_wait(waits.empty[step % STAGES], step / STAGES % 2 ^ 1);", "", "stuck"),
-)
 
-
-@pytest.fixture
-def faults(pytestconfig):
-    return pytestconfig.option.faults
-
-
-def small_device(sources=swiglu_products.SOURCES, flags=SWITCHES):
+def small_device(sources=swiglu_products.SOURCES, flags=AS_HOPPER):
     """A CPU with the kernels alone, as on Hopper."""
-    with mock.patch.dict(os.environ, CXXFLAGS=flags), contextlib.redirect_stdout(None):
-        return Emulated("bf16", Config(C=768, NH=12), sources, only=hopper.SWIGLU_KERNELS)
+    return on_hopper(Emulated, "bf16", Config(C=768, NH=12), sources, flags=flags,
+                     only=hopper.SWIGLU_KERNELS)
 
 
 def device_for(device_name):
@@ -89,10 +44,8 @@ def test_products(device_name):
     rows of tiles than TALL."""
     device = device_for(device_name)
     for text in hopper.SWIGLU_CHECKS if device else ():
-        for order, found in in_each_order(device, hopper.faults_of_swiglu, device,
-                                          *parse_sizes(text).values()):
-            for what, error, limit in found:
-                check(f"{text} {order} {what}", error <= limit, f"{error:.1e}")
+        check_in_each_order(text, device, hopper.faults_of_swiglu, device,
+                            *parse_sizes(text).values())
 
 
 def test_saturated(device_name):
@@ -141,22 +94,11 @@ def whole(device, text="M=2400,C=128,H=320"):
     return next((what for what, error, limit in found if not error <= limit), "")
 
 
-def test_planted(folder, faults):
-    """The first so many planted faults are found."""
-    check("without a fault", whole(small_device()) == "")
-    for what, old, new, wish in FAULTS[:faults]:
-        sources = with_fault(swiglu_products.SOURCES, old, new, folder)
-        said = (whole(small_device(sources, f"{SWITCHES} {races.FLAG}"), "M=150,C=64,H=64")
-                if wish == "race" else whole(small_device(sources)))
-        check(what, wish in said if wish in ("stuck", "race") else said == wish, said)
-
-
-@pytest.mark.longest
-def test_no_races():
-    """No access is a race."""
-    device = small_device(flags=f"{SWITCHES} {races.FLAG}")
-    found = hopper.faults_of_swiglu(device, 150, 64, 64)
-    check("no races", all(error <= limit for _, error, limit in found))
+def wrong(sources=swiglu_products.SOURCES, race=False):
+    """The first wrong result of these sources, or what a CPU says, or "". race: look for races."""
+    if race:
+        return whole(small_device(sources, f"{AS_HOPPER} {races.FLAG}"), "M=150,C=64,H=64")
+    return whole(small_device(sources))
 
 
 def test_training():
@@ -167,8 +109,7 @@ def test_training():
         c = Config3(NKV=1, maxT=64, V=257, L=2, NH=2, C=128, multiple_of=8,
                     ffn_multiplier=(H + 0.5) / 341)
         assert c.H == H
-        with mock.patch.dict(os.environ, CXXFLAGS=SWITCHES), contextlib.redirect_stdout(None):
-            device = Emulated("bf16", c, (*swiglu_products.SOURCES, DROPOUT))
+        device = on_hopper(Emulated, "bf16", c, (*swiglu_products.SOURCES, DROPOUT))
         launched, found = [], []
         device.launch = noting(device.launch, launched)
         for kind in (model_class, class_on_gpu):
@@ -186,17 +127,8 @@ def test_training():
 
 def test_compiled():
     """For sm_90a nothing spills, and a block fits a multiprocessor."""
-    if not has_nvrtc():
-        pytest.skip("NVRTC is not installed")
-    c = Config3(C=1024, NH=8)
-    text = "".join(path.read_text("utf-8") for path in (*c.SOURCES, *swiglu_products.SOURCES))
-    log, used, _ = compile_cuda(text, "sm_90a", [
-        "-std=c++17", "-DBF16", "-DHOPPER", *c.switches()])
-    check("wgmma is not serialized", "serialized" not in log and "warning" not in log)
-    for name in hopper.SWIGLU_KERNELS:
-        check(f"{name} spills nothing", used[name].spilled == 0, used[name])
-        check(f"{name} fits", blocks_that_fit(
-            GPUS["9.0"], used[name], swiglu_products.THREADS, swiglu_products.SHARED) == 1)
+    check_compiled(Config3(C=1024, NH=8), swiglu_products.SOURCES, hopper.SWIGLU_KERNELS,
+                   swiglu_products.THREADS, swiglu_products.SHARED)
 
 
 def test_beside_library(device_name):

@@ -1,15 +1,9 @@
 """Test Muon's symmetric products of dev/features/hopper/symmetric.cu: on a CPU as on Hopper, and on
 a Hopper GPU.
-
-    pytest dev/tests/test_symmetric.py -k planted --faults 99   # all planted faults
-    pytest dev/tests/test_symmetric.py -m longest               # races
 """
-import contextlib
-import os
 from unittest import mock
 
 import numpy as np
-import pytest
 
 from dev.tests import hopper
 from dev.common.bf16 import to_bf16
@@ -23,91 +17,25 @@ from dev.features.hopper import symmetric
 from dev.features.hopper.symmetric import pairs_of_tiles
 from dev.lab.ladder import parse_sizes
 from dev.tests.checks import EXACT, check
-from dev.tests.models import in_each_order
-from dev.tests.test_gelu_products import with_fault
+from dev.tests.models import AS_HOPPER, check_in_each_order, on_hopper
 from dev.tests.test_muon import KERNELS, hurtful, orthogonalize_on, orthogonalized
 from train_gpt2 import BF16, UserError, to_float
 
-# What is wrong, in symmetric.cu or turns.cuh, and what a CPU says or the first wrong result
-FAULTS = (
-    ("a tile that is not mirrored", "if (terms.both_sides && at.row != at.column) {",
-     "if (false) {", "whole"),
-    ("mirrored to where it was", "at.column * WIDTH, at.row * HEIGHT, result",
-     "at.row * WIDTH, at.column * HEIGHT, result", "whole"),
-    ("mirrored when it should not be", "if (terms.both_sides && at", "if (at", "gram"),
-    ("a panel that does not turn", "&& k < panel * HEIGHT", "&& false", "poly"),
-    ("a panel that turns behind the diagonal", "&& k < panel * HEIGHT", "&& k <= panel * HEIGHT",
-     "poly"),
-    ("a panel multiplied as it lies behind the diagonal", "at.row * (HEIGHT / 64), step", "0, step",
-     "poly"),
-    ("both panels turn together", "at.column * (WIDTH / 64), step", "at.row * (WIDTH / 64), step",
-     "poly"),
-    ("the square of a scale forgotten", "if (kind != SYMMETRIC) s *= s;", "", "scaled"),
-    ("a product that is not scaled", "terms.factor *= s, ", "", "scaled"),
-    ("an addend that is not scaled", " terms.share *= s,", "", "whole"),
-    ("another matrix's scale", "scales[at.matrix]", "scales[0]", "scaled"),
-    ("mirrored before TMA has read the tile", "        result_free(group);\n        // A warp's",
-     "        // A warp's", "race"),
-    ("8 x 8 that are not transposed", "store_matrices_transposed(\n", "store_matrices(\n", "whole"),
-    ("boxes not exchanged", "(box % 2 * 2 + box / 2) * BOX", "box * BOX", "whole"),
-    ("another warp's columns", "(2 * warp + lane / 8 % 2)", "(2 * (warp ^ 1) + lane / 8 % 2)",
-     "whole"),
-    ("another matrix's panel for both", "r, at.column * WIDTH, k, at.matrix",
-     "r, at.column * WIDTH, k, 0", "gram"),
-    ("no tiles alone", "(matrices * alone() + 1) / 2", "0", "gram"),
-    ("an odd tile left out", "(matrices * alone() + 1) / 2", "matrices * alone() / 2", "gram"),
-    ("rows of the next matrix", "copy_box(boxes + box * BOX, &map, c + box * right, 0, "
-     "row + box * down, matrix, full);\n    }\n}\n\n// One",
-     "copy_box(boxes + box * BOX, &map, c + box * right, 0, row + box * down, 0, full);\n"
-     "    }\n}\n\n// One", "gram"),
-    ("one panel where there are two", "columns = pair || !sizes.same", "columns = pair", "of two"),
-    ("half of the factor", "terms.factor * two[0]", "0.5f * terms.factor * two[0]", "gram"),
-    ("without add", "terms.share * low(more[i])", "0.0f", "poly"),
-    ("the diagonal of other warps", "&& k == warp) a", "&& k == (warp ^ 1)) a", "poly"),
-    ("half of the diagonal", ", b += diagonal[1];", ";", "poly"),
-    ("a diagonal in other tiles", "at.row == at.column && lane / 4", "lane / 4", "poly"),
-    ("add arrives before the last result was read",
-     "waits.wait_for_place(n);\n        for (int box = 0; box < 4",
-     "for (int box = 0; box < 4", "race"),
-    ("a result over another", "waits.wait_for_place(2 * done + group);", ";", "race"),
-    ("a place that is free before TMA has read it",
-     "result_free(group);\n            warp_arrives", "warp_arrives", "race"),
-    ("a place that is never free", "warp_arrives(waits.result_read[group]);", "", "stuck"),
-    ("nobody waits for add", "mbarrier_wait(waits.add_there[group], done % 2);", ";", "poly"),
-    ("half of what is summed", "k < sizes.length; k += 64", "k < sizes.length; k += 128", "stuck"),
-    ("no turns", "mbarrier_wait(waits.my_turn[group], (done + (group == 0)) % 2);", "", "stuck"),
-    ("stores that nobody waits for at the end", "if (threadIdx.x % 128 == 0) stores_arrive();", "",
-     "gram"),
-    ("x as if it were x'", "int c = of_columns ? first : k, row = of_columns ? k : first;",
-     "int c = k, row = first;", "gram"),
-    ("columns as rows for the tensor cores",
-     "further(a, (half * BOX + (a_of_rows ? k * 64 : k)) / W)",
-     "further(a, (half * BOX + k) / W)", "gram"),
-)
 
 
-@pytest.fixture
-def faults(pytestconfig):
-    return pytestconfig.option.faults
-
-
-def small_device(sources=symmetric.SOURCES, flags="-O1 -DHOPPER"):
+def small_device(sources=symmetric.SOURCES, flags=AS_HOPPER):
     """A CPU with the kernels and Muon's, as on Hopper."""
-    with mock.patch.dict(os.environ, CXXFLAGS=flags), contextlib.redirect_stdout(None):
-        return stack(Emulated, [hopper.AnySide, muon.BatchOnCpu])(
-            "bf16", Config(C=768, NH=12), [*sources, muon.SOURCE],
-            only={*KERNELS, *hopper.SYMMETRIC_KERNELS})
+    return on_hopper(stack(Emulated, [hopper.AnySide, muon.BatchOnCpu]), "bf16",
+                     Config(C=768, NH=12), [*sources, muon.SOURCE], flags=flags,
+                     only={*KERNELS, *hopper.SYMMETRIC_KERNELS})
 
 
 def device_for(device_name):
     """The device, or None if its GPU is no Hopper."""
     if device_name != "cuda":
         return small_device()
-    device = stack(device_class("cuda"), [hopper.AnySide, muon.BatchOnGpu])(
-        "bf16", Config(C=768, NH=12), [*symmetric.SOURCES, muon.SOURCE])
-    if not device.hopper:
-        print("skipped: this GPU is no Hopper")
-    return device if device.hopper else None
+    return on_hopper(stack(device_class("cuda"), [hopper.AnySide, muon.BatchOnGpu]), "bf16",
+                     Config(C=768, NH=12), [*symmetric.SOURCES, muon.SOURCE])
 
 
 def test_products(device_name):
@@ -118,9 +46,7 @@ def test_products(device_name):
         sizes += ["n=15,rows=768,columns=1032", "n=13,rows=1600,columns=640"]
     for text in sizes if device else ():
         a = hopper.drawn_matrices(device, **parse_sizes(text))
-        for order, found in in_each_order(device, hopper.symmetric_faults, device, a):
-            for what, error, limit in found:
-                check(f"{text} {order} {what}", error <= limit, f"{error:.1e}")
+        check_in_each_order(text, device, hopper.symmetric_faults, device, a)
 
 
 def test_bits(device_name):
@@ -233,9 +159,14 @@ def test_choice():
     check("fp32", not device.multiplies(64, 136))
 
 
-def wrong(device, *sizes):
-    """The first wrong result, or "stuck" or a race, or ""."""
-    for text in sizes:
+SIZES = "n=3,rows=392,columns=136", "n=3,rows=264,columns=264"
+RACES = "n=1,rows=136,columns=64", "n=1,rows=16,columns=136", "n=2,rows=136,columns=136"
+
+
+def wrong(sources=symmetric.SOURCES, race=False):
+    """The first wrong result of these sources, or what a CPU says, or "". race: look for races."""
+    device = small_device(sources, f"{AS_HOPPER} {races.FLAG}" if race else AS_HOPPER)
+    for text in RACES if race else SIZES:
         a = hopper.drawn_matrices(device, **parse_sizes(text))
         try:
             found = hopper.symmetric_faults(device, a)
@@ -245,24 +176,3 @@ def wrong(device, *sizes):
         if bad:
             return bad.partition(":")[0]
     return ""
-
-
-SIZES = "n=3,rows=392,columns=136", "n=3,rows=264,columns=264"
-
-
-def test_planted(folder, faults):
-    """The first third of so many planted faults is found."""
-    check("without a fault", wrong(small_device(), *SIZES) == "")
-    for what, old, new, wish in FAULTS[: -(-faults // 3)]:
-        sources = with_fault(symmetric.SOURCES, old, new, folder)
-        flags = f"-O1 -DHOPPER {races.FLAG}" * (wish == "race") or "-O1 -DHOPPER"
-        said = wrong(small_device(sources, flags), *SIZES)
-        check(what, wish in said if wish in ("stuck", "race") else said == wish, said)
-
-
-@pytest.mark.longest
-def test_no_races():
-    """No access is a race."""
-    device = small_device(flags=f"-O1 -DHOPPER {races.FLAG}")
-    sizes = "n=1,rows=136,columns=64", "n=1,rows=16,columns=136", "n=2,rows=136,columns=136"
-    check("no races", wrong(device, *sizes) == "")

@@ -2,8 +2,6 @@
 where PyTorch is installed; validations of several ranks beside one; the share of peak;
 dev/bench/turns.py.
 """
-import contextlib
-import io
 import os
 import re
 import subprocess
@@ -20,19 +18,12 @@ from dev.common.flags import parse_flags
 from dev.features.seams import GPT2, Training
 from dev.features.order import attach, table_of_flags, with_defaults
 from dev.features.peak import flops_per_token, peak_flops
-from dev.tests.checks import EXACT, TINY, check, check_refusal
+from dev.tests.checks import EXACT, TINY, check, check_refusal, output_of
 from dev.bench import turns
 from dev.tools import plot
 from prepro_tinyshakespeare import write_tokens
 
 FLAGS, _ = table_of_flags(train_gpt2.FLAGS, Config)  # all of the trainer's
-
-
-def output_of(function, *args):
-    """What a call prints."""
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        function(*args)
-    return out.getvalue()
 
 
 # ---- PyTorch's twin, where PyTorch is

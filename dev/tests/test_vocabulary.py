@@ -22,13 +22,13 @@ import numpy as np
 
 from dev.data.paths import data_paths
 from dev.data.text import both
-import prepro_tinyshakespeare as prepro
-from dev.data import first_text, own_text, vocabulary
+from dev.data import first_text, vocabulary
 from dev.data.tables import read_rows
 from dev.data.vocabulary import (Vocabulary, read_vocabulary, vocabulary_beside,
                                  vocabulary_of_checkpoint, write_vocabulary)
 from dev.llama3.train_llama3 import Config3
 from dev.tests.checks import TOP, check, check_refusal, fast, refusal, working_in
+from dev.tests.documents import check_command, command, prepro_in as program
 from dev.tests.test_sample import write_model
 from dev.tests.trainings import LLAMA, TRAINER, call
 from dev.tools import convert, score
@@ -45,20 +45,6 @@ HARD = ["", "a", "e\u0301 é naïve \u0308", "👩\u200d👧 🏳\ufe0f\u200d�
         "\U0010ffff\ud7ff\ue000"]
 LETTERS = vocabulary.letters()
 SPOKEN = "First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\nSpeak, speak.\n\n"
-
-
-def program(folder, *arguments, text=None):
-    """Run prepro in a folder. A download gives this text, or fails if there is none. Returns the
-    output."""
-    answer = mock.Mock(side_effect=urllib.error.URLError("no network"))
-    if text is not None:
-        answer = mock.Mock(side_effect=lambda *args, **more: io.BytesIO(text.encode()))
-    with (working_in(folder), mock.patch("urllib.request.urlopen", answer),
-          mock.patch.object(sys, "argv", ["prepro", *map(str, arguments)]),
-          mock.patch.object(own_text, "run_main", lambda main: main()),
-          contextlib.redirect_stdout(io.StringIO()) as said):
-        prepro.main()
-    return said.getvalue()
 
 
 def tokens_of(folder, name):
@@ -297,7 +283,6 @@ def test_inputs(folder):
 def test_shards(folder):
     """dev/data/fineweb.py writes shards in such a vocabulary, and puts it beside them, where a
     training finds it."""
-    from dev.tests.documents import check_command, command
     documents = [text for text in HARD if "\r" not in text and "\ufeff" not in text] * 20
     inputs = write_inputs(folder, documents)
     program(folder, "--input", *inputs[".csv"], "--name", "small", "--column", "body", "--vocab",
@@ -544,8 +529,7 @@ def test_converted(folder):
         config = json.loads((out / "config.json").read_text())
         check(f"{choice}: config.json", (config["bos_token_id"], config["eos_token_id"]) ==
               (own.eot, own.eot) and config["vocab_size"] == len(own.words))
-        with contextlib.redirect_stdout(None):
-            convert.main([str(out), f"back_{choice}.bin"])
+        convert.main([str(out), f"back_{choice}.bin"])
         check(f"{choice}: back", vocabulary_of_checkpoint(f"back_{choice}.bin") == own and
               Path(f"back_{choice}_tokenizer.bin").exists())
         check(f"{choice}: back, the weights",
@@ -573,8 +557,7 @@ def test_transformers(folder):
         own = vocabulary.vocabulary_of(choice, texts)
         write_model(Path("a.bin"), len(own.words))
         write_vocabulary("a_tokenizer.bin", own)
-        with contextlib.redirect_stdout(None):
-            convert.main(["a.bin", f"hf_{choice}"])
+        convert.main(["a.bin", f"hf_{choice}"])
         found = AutoTokenizer.from_pretrained(f"hf_{choice}")
         for text in texts:
             ids = found(text)["input_ids"]

@@ -3,8 +3,8 @@ import contextlib
 import importlib
 import io
 import json
+import re
 import shutil
-import struct
 import subprocess
 import sys
 from unittest import mock
@@ -12,9 +12,9 @@ from unittest import mock
 import numpy as np
 
 import train_gpt2
-from dev.common.config import Config
+from dev.common.config import Config, read_parameters
 from dev.features.hellaswag_score import Example
-from dev.tests.checks import TINY, check, words
+from dev.tests.checks import TINY, check, numbers_of, words
 from prepro_tinyshakespeare import write_tokens
 from train_gpt2 import UserError
 
@@ -68,6 +68,30 @@ def call(*arguments, program=TRAINER):
     return status, out.getvalue(), err.getvalue()
 
 
+def ran(*arguments, status=0, **program):
+    """What a program prints that ends with this status, with the line of an error."""
+    found, *said = call(*arguments, **program)
+    check(f"{' '.join(map(str, arguments))[-90:]}: status", found == status, said[1])
+    return "".join(said)
+
+
+def trained(output, *flags, device="cpu", **more):
+    """Train on the token files beside a run's folder, or go on with the run (-y 1). Flags win over
+    those of here. Returns what ran returns."""
+    data = () if "-y" in flags else (
+        "-e", TINY, "-i", output.parent / "part_train_0.bin", "-j", output.parent /
+        "part_val_0.bin", "-b", 2, "-t", 8, "-v", 0, "-s", 0, "-l", 1e-2)
+    return ran("--device", device, *data, *flags, "-o", output, **more)
+
+
+def check_error(wish, *arguments, early=False, **program):
+    """Check that a program ends with the status 1 and one line, in which this is (a regular
+    expression). early: before it prints anything."""
+    status, text, error = call(*arguments, **program)
+    ok = status == 1 and re.fullmatch(f"error: .*({wish}).*\n", error) and not (early and text)
+    check(f"refused: {wish}", ok, f"{status}, {text[-300:]}, {error!r}")
+
+
 def train(device_name, *args, status=0, **keywords):
     """Run a training to its end and check its exit status. Returns its output. On a GPU it is a
     process of its own, so that its memory is freed."""
@@ -82,6 +106,30 @@ def train(device_name, *args, status=0, **keywords):
     return "".join(said)
 
 
+WAYS = (("plain", "--plain", 1), ("no_graph", "--graph", 0), ("recompute", "--recompute", 1))
+
+
+def same_bits(device_name, folder, program, model, kind, dtypes, *ways):
+    """Two runs of three steps in each dtype give the same bits, and other ways of computing, in
+    fp32, nearly the same. It runs in the folder, on two_token_files. kind: the model's Config."""
+    runs = [(f"{dtype}_{again}", "--dtype", dtype) for dtype in dtypes for again in (1, 2)]
+    for name, *flags in (*runs, *((name, "--dtype", "fp32", *flags) for name, *flags in ways)):
+        ran("--device", place_of(device_name), "-e", model, "-i", "tokens.bin", "-j", "tokens.bin",
+            "-b", 2, "-t", 8, "-x", 3, "-s", 3, "-g", 2, *flags, "-o", name, program=program)
+
+    def result(name):
+        return folder / name / "model_00000003.bin"
+
+    for dtype in dtypes:
+        one, two = (result(f"{dtype}_{again}") for again in (1, 2))
+        check(f"its checkpoint in {dtype} is one", kind.from_file(one) == kind.from_file(model))
+        check(f"the same bits again in {dtype}",
+              one.read_bytes() == two.read_bytes() != model.read_bytes())
+    c = kind.from_file(model)
+    for name, *_ in ways:  # not with the same bits on every device
+        yield (name, *(numbers_of(read_parameters(result(x), c)) for x in (name, "fp32_1")), 5e-4)
+
+
 def bytes_of(output, step):
     """{name: bytes} of those files of a run that must not depend on where it stopped."""
     return {name: (output / name).read_bytes() for name in (
@@ -93,19 +141,6 @@ def same(found, expected, what):
         differ = ("" if found[name] == wish else
                   f"{len(found[name])} bytes, {len(wish)} expected, or others")
         check(f"{what}: {name} is that of a run without a stop", not differ, differ)
-
-
-def parse_state(path):
-    """The fields of a state file of one process, read with struct alone."""
-    data, fields, at = path.read_bytes(), {}, 1024
-    ints = struct.unpack("<256i", data[:1024])
-    fields["header"] = ints[:6]
-    fields["step"] = ints[10]
-    fields["rng"], fields["rng_before"] = struct.unpack("<2Q", data[80:96])
-    fields["shard"], fields["sample"] = struct.unpack("<2Q", data[120:136])
-    named = {0, 1, 2, 3, 4, 5, 10, 20, 21, 22, 23, 30, 31, 32, 33}
-    fields["zeros"] = [i for i, x in enumerate(ints) if x and i not in named]
-    return fields, data, at
 
 
 def whole_ones(output):

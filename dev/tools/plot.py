@@ -2,7 +2,6 @@
 throughput.
 
     python -m dev.tools.plot runs/a runs/b -o training.svg    # or training.png
-    python -m dev.tools.plot runs/a --watch                   # in the terminal, until Ctrl-C
 
 A run is a folder that train_gpt2.py wrote (-o), or a main.log, also llm.c's. Its lines begin with
 the step:
@@ -16,15 +15,13 @@ the folder also has the program's output in `log` (train_gpt2.py -o runs/a | tee
 axis counts tokens if --tokens-per-step, a run_*.json in the folder, or `log` says how many a step
 has.
 
-The chart needs matplotlib (pip install -r dev/requirements.txt), --watch does not.
+The chart needs matplotlib (pip install -r dev/requirements.txt).
 """
 import io
 import json
 import math
 import re
-import shutil
 import sys
-import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,7 +29,7 @@ import numpy as np
 
 from dev.common.flags import parse_flags, split_names
 from dev.common.program import run_main
-from train_gpt2 import UserError, number, replace_file
+from train_gpt2 import UserError, replace_file
 
 # ---- Reading runs
 
@@ -205,9 +202,9 @@ COLOURS = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#00
 GREY = "#707070"
 TITLES = {"loss": "Loss, nats per token", "HellaSwag": "HellaSwag accuracy",  # of the panels
           "norm": "Gradient norm", "lr": "Learning rate", "tok/s": "Tokens per second"}
+LINES_OF = {"loss": ("loss", "val loss")}  # a panel with more lines than the one of its name
 SCORES = "val loss", "HellaSwag"  # these have few values, which are drawn as dots
-# steps: if a run is longer, the first 3% of its losses may be cut off at the panel's top
-LONG = 500
+LONG = 500  # steps: if a run has more, the first 3% of its losses may leave the panel at its top
 
 
 def short(number, _=None):
@@ -223,32 +220,6 @@ def figure_of(name, value):
     return short(value) if name == "tok/s" else f"{value:.{ {'lr': 6, 'norm': 2}.get(name, 4)}f}"
 
 
-def apart(places, least):
-    """Move ascending places as little as possible (by the sum of squares) so that neighbours are at
-    least this far apart: those that are too close are spread evenly around their mean."""
-    groups = []  # [mean of place - i * least, count]: these means must ascend
-    for i, place in enumerate(places):
-        groups.append([place - i * least, 1])
-        while len(groups) > 1 and groups[-2][0] > groups[-1][0]:
-            (one, m), (two, n) = groups[-2:]
-            groups[-2:] = [[(m * one + n * two) / (m + n), m + n]]
-    return [mean + i * least
-            for i, mean in enumerate(mean for mean, count in groups for _ in range(count))]
-
-
-def thinned(x, y, buckets=1000):
-    """The points of a line. A long line keeps only the lowest and the highest point of each bucket,
-    which looks the same."""
-    if len(x) <= 2 * buckets:
-        return x, y
-    kept = set()
-    for part in np.array_split(np.arange(len(x)), buckets):
-        there = part[np.isfinite(y[part])]
-        kept.update(there[[np.argmin(y[there]), np.argmax(y[there])]] if there.size else part[:1])
-    kept = sorted(kept)
-    return x[kept], y[kept]
-
-
 def draw(runs, x, data=None, sizes=(), form="svg"):
     """The chart of runs, as the bytes of an SVG or a PNG. x: "steps" or "tokens". Each line of an
     SVG has an id, such as run0-loss. Raises UserError without matplotlib."""
@@ -256,7 +227,7 @@ def draw(runs, x, data=None, sizes=(), form="svg"):
         import matplotlib
     except ImportError:
         raise UserError("matplotlib is not installed, and the chart needs it: pip install -r "
-                        "dev/requirements.txt; --watch does without") from None
+                        "dev/requirements.txt") from None
     matplotlib.use("agg")
     matplotlib.rcParams.update({
         "svg.fonttype": "none", "svg.hashsalt": "train_gpt2", "font.sans-serif": ["DejaVu Sans"],
@@ -270,10 +241,8 @@ def draw(runs, x, data=None, sizes=(), form="svg"):
     colours = COLOURS
     if len(runs) > len(COLOURS):
         colours = matplotlib.colormaps["turbo"](np.linspace(0.05, 0.95, len(runs)))
-    # of each panel
-    contents = {name: ("loss", "val loss") if name == "loss" else (name,) for name in TITLES}
     panels = [name for name in TITLES if any(key in run.series for run in runs
-                                             for key in contents[name])]
+                                             for key in LINES_OF.get(name, (name,)))]
     heights = [3.8 if name == "loss" else 1.6 for name in panels]  # in inches
     labels = [label_of(run, runs[:i]) for i, run in enumerate(runs)]
     ncols = max(1, min(4, 120 // (max(map(len, labels)) + 8)))
@@ -283,64 +252,9 @@ def draw(runs, x, data=None, sizes=(), form="svg"):
     figure.legend([lines.Line2D([], [], color=colour, linewidth=2)
                    for _, colour in zip(runs, colours)], labels, loc="outside upper left",
                   ncols=ncols, frameon=False, fontsize=9, labelspacing=0.3)
-
-    end = max(max(run.last, 1) * (run.tokens if x == "tokens" else 1) for run in runs)
-    for panel, height, ax in zip(panels, heights, axes[:, 0]):
-        bounds, drawn, widths = [], {}, set()
-        for i, run in enumerate(runs):
-            for name in filter(run.series.get, contents[panel]):
-                steps, values = run.series[name]
-                places, look = steps * (run.tokens if x == "tokens" else 1), dict(color=colours[i])
-                gid, width = f"run{i}-{name.replace(' ', '-')}", 2 * (len(values) // 100) + 1
-                dots = dict(marker="o", markersize=4 if len(values) < 50 else 3,
-                            markeredgecolor="white", markeredgewidth=0.6,
-                            zorder=3) if name in SCORES or len(values) == 1 else {}
-                # raw, in a pale colour, and smoothed
-                if name not in SCORES and name != "lr" and width > 1:
-                    ax.plot(*thinned(places, values), linewidth=0.7, alpha=0.35, gid=gid, **look)
-                    # A rate is averaged over times: 1 / rate is the time of a token.
-                    values = 1 / smoothed(1 / values,
-                                          width) if name == "tok/s" else smoothed(values, width)
-                    gid += "-smoothed"
-                    widths.add(width)
-                line = "none" if name == "val loss" and "loss" in run.series else "-"
-                drawn.setdefault(name, []).extend(
-                    ax.plot(*thinned(places, values), linestyle=line, linewidth=1.4, gid=gid,
-                            **dots, **look))
-                if name != "tok/s":  # the time of a single step is noisy: only the mean must fit
-                    values = run.series[name][1]
-                cut = panel == "loss" and "loss" in run.series and run.last >= LONG
-                late = values[steps >= 0.03 * run.last] if cut else values
-                bounds += [values[np.isfinite(values)].min(initial=math.inf),
-                           late[np.isfinite(late)].max(initial=0)]
-        key = contents[panel][-1]
-        those = [run for run in runs if key in run.series]
-        others = figures(key, those, data, sizes) if those and key in REACH else []
-        for value, label in others:
-            ax.axhline(value, color=GREY, linewidth=0.8, linestyle=":", zorder=2.5,
-                       gid=f"figure-{label}")
-        ax.set_title(TITLES[panel])
-        ax.set_title(note_of(drawn, widths), loc="right", color=GREY, fontsize=9)
-        ax.tick_params(labelbottom=True)
-        if panel in ("norm", "lr", "tok/s"):
-            ax.yaxis.set_major_formatter(short)
-        bounds = list(filter(math.isfinite, bounds)) + [value for value, _ in others]
-        low, high = min(bounds, default=0), max(bounds, default=0)
-        if panel == "norm" and 0 < 20 * low < high:
-            ax.set_yscale("log")
-            ax.yaxis.set_major_formatter(short)
-            ax.yaxis.set_minor_formatter(ticker.NullFormatter())
-        elif low < high or panel in ("lr", "tok/s") and high:
-            low = 0 if panel in ("lr", "tok/s") else low
-            ax.set_ylim(low - 0.05 * (high - low) * (low != 0), high + 0.12 * (high - low))
-        for line in drawn.values():
-            tell_apart(line)
-        others.sort()
-        least = np.ptp(ax.get_ylim()) * 0.2 / height
-        for place, (_, label) in zip(apart([value for value, _ in others], least), others):
-            ax.annotate(label, (1.005, place), xycoords=("axes fraction", "data"), va="center",
-                        fontsize=8.5, color=GREY, annotation_clip=False)
-    ax.set_xlim(-0.015 * end, 1.015 * end)
+    for panel, ax in zip(panels, axes[:, 0]):
+        draw_panel(ax, panel, runs, colours, x, data, sizes)
+    ax.margins(x=0.015)
     ax.xaxis.set_major_locator(ticker.MaxNLocator("auto", steps=[1, 2, 2.5, 5, 10], integer=True))
     ax.xaxis.set_major_formatter(short)  # of all panels
     for ax in axes[[0, -1], 0]:
@@ -352,135 +266,79 @@ def draw(runs, x, data=None, sizes=(), form="svg"):
     return out.getvalue()
 
 
+def draw_panel(ax, panel, runs, colours, x, data, sizes):
+    """The lines of all runs in one panel, and the figures to compare them with."""
+    names, widths, late = set(), set(), []
+    for i, run in enumerate(runs):
+        for name in filter(run.series.get, LINES_OF.get(panel, (panel,))):
+            steps, values = run.series[name]
+            places = steps * (run.tokens if x == "tokens" else 1)
+            gid, width = f"run{i}-{name.replace(' ', '-')}", 2 * (len(values) // 100) + 1
+            look = dict(color=colours[i], linewidth=1.4)
+            late.append(values[steps >= 0.03 * run.last] if run.last >= LONG else values)
+            names.add(name)
+            if name in SCORES or len(values) == 1:
+                look |= dict(marker="o", markersize=4 if len(values) < 50 else 3,
+                             markeredgecolor="white", markeredgewidth=0.6, zorder=3)
+            if name == "val loss" and "loss" in run.series:
+                look |= dict(linestyle="none")
+            if name not in SCORES and name != "lr" and width > 1:
+                ax.plot(places, values, linewidth=0.7, alpha=0.35, gid=gid, color=colours[i])
+                # A rate is averaged over times: 1 / rate is the time of a token.
+                rate = name == "tok/s"
+                values = 1 / smoothed(1 / values, width) if rate else smoothed(values, width)
+                gid += "-smoothed"
+                widths.add(width)
+            ax.plot(places, values, gid=gid, **look)
+    ax.set_title(TITLES[panel])
+    ax.set_title(note_of(names, widths), loc="right", color=GREY, fontsize=9)
+    ax.tick_params(labelbottom=True)
+    late = np.concatenate(late)
+    low, high = (each(late[np.isfinite(late)], initial=start)
+                 for each, start in ((np.min, math.inf), (np.max, -math.inf)))
+    score = "val loss" if panel == "loss" else panel
+    if score in names & {*SCORES}:
+        others = figures(score, [run for run in runs if score in run.series], data, sizes)
+        drawn = [ax.axhline(value, color=GREY, linewidth=0.8, linestyle=":", zorder=2.5,
+                            label=label, gid=f"figure-{label}")
+                 for value, label in sorted(others, reverse=True)]
+        if drawn:
+            ax.legend(handles=drawn, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False,
+                      fontsize=8.5, labelcolor=GREY, handlelength=0)
+        high = max([high, *(value for value, _ in others)])
+    else:
+        ax.yaxis.set_major_formatter(short)
+    if panel == "norm" and 0 < 20 * low < high:
+        ax.set_yscale("log")
+        ax.yaxis.set_major_formatter(short)
+        ax.yaxis.set_minor_formatter(lambda number, _: "")
+    elif panel in ("lr", "tok/s"):
+        ax.set_ylim(bottom=0)
+    elif panel == "loss" and low < high:  # its beginning may leave the panel
+        ax.set_ylim(top=high + 0.12 * (high - low))
+
+
 def label_of(run, others):
     """A run's line in the legend: a loss that is not finite if there is one, else its last
     validation loss or another value; its name; and another run with the same losses."""
     last = {name: values[-1] for name, (_, values) in run.series.items()}
     broken = [name for name in ("loss", "val loss") if not math.isfinite(last.get(name, 0))]
     key = next(name for name in (*broken, "val loss", *SERIES) if name in last)
-    losses = [name for name in ("loss", "val loss") if name in last]
-    same = [other.name for other in others if losses and all(
-        np.array_equal(other.series.get(name, ()), run.series[name], equal_nan=True)
-        for name in losses)]
-    name, most = run.name, 70 if same else 100  # letters that fit into the chart's width
-    name = name if len(name) <= most else f"{name[: most // 2]}…{name[1 - most // 2 :]}"
-    twin = f" (same losses as {same[0]:.15})" if same else ""
-    return f"{key} {figure_of(key, last[key])}  {name}{twin}"
+    same = [f" (same losses as {other.name:.15})" for other in others if all(
+        np.array_equal(run.series.get(name, ()), other.series.get(name, ()), equal_nan=True)
+        for name in ("loss", "val loss"))]
+    name = run.name if len(run.name) <= 70 else f"{run.name[:35]}…{run.name[-34:]}"
+    return f"{key} {figure_of(key, last[key])}  {name}{''.join(same[:1])}"
 
 
 def note_of(names, widths):
     """The note beside a panel's title, which says what its lines are."""
-    mean = ""
-    if widths:
-        mean = f"mean of {' to '.join(map(str, sorted({min(widths), max(widths)})))} steps"
+    mean = [f"mean of {' to '.join(map(str, sorted({min(widths), max(widths)})))} steps"
+            for _ in widths][:1]
     if "loss" not in names:
-        return "validation" * ("val loss" in names) or mean
-    return ("line: training" + f", {mean}"
-            * bool(mean)) + "; dots: validation" * ("val loss" in names)
-
-
-def tell_apart(lines):
-    """Make overlapping lines visible: each gets dashes in the gaps of the others, and rings around
-    dots."""
-    # of (line, its points on the screen): within a group they differ by no more than a pixel or so
-    groups = []
-    for line in lines:
-        points = line.axes.transData.transform(line.get_xydata())
-        points = points[np.isfinite(points).all(1)]
-        for group in groups:
-            _, (xs, ys) = group[0]
-            there = (points[:, 0] >= xs.min()) & (points[:, 0] <= xs.max()) if xs.size else []
-            away = np.abs(np.interp(*points[there].T[:1], xs,
-                                    ys) - points[there, 1]) if np.any(there) else []
-            if len(away) and np.quantile(away, 0.95) < 1:
-                group.append((line, points.T))
-                break
-        else:
-            groups.append([(line, points.T)])
-    for group in groups:
-        for i, (line, _) in enumerate(group):
-            line.set_markersize(line.get_markersize() + (len(group) - 1 - i)
-                                * min(3, 9 / len(group)))
-            if i and line.get_linestyle() == "-":  # the first, below them, stays whole
-                line.set_linestyle((6 * (len(group) - i), (6, 6 * (len(group) - 1))))
-
-
-# ---- The terminal
-
-BLOCKS = " ▁▂▃▄▅▆▇█"
-
-
-def columns_of(steps, values, last, width):
-    """The mean value in each of `width` columns, over which the steps 0..last are spread. An empty
-    column repeats the one before it; those before the first value are NaN."""
-    column = np.minimum((steps * width / (last + 1)).astype(int), width - 1)
-    there, means = np.isfinite(values), np.full(width, np.nan)
-    for i in range(width):
-        mine = values[(column == i) & there]
-        means[i] = mine.mean() if mine.size else means[i - 1] if i else np.nan
-    return means
-
-
-def sparkline(means, height):
-    """`height` lines of text, with a column of blocks for each mean. The scale ends at the highest
-    mean after the first tenth: before that a loss falls so far that the rest would look flat."""
-    there, late = (part[np.isfinite(part)] for part in (means, means[len(means) // 10 :]))
-    if not there.size:
-        return [" " * len(means)] * height
-    low, high = there.min(), (late if late.size else there).max()
-    levels = [0 if math.isnan(mean)
-              else 1 + round((8 * height - 1) * (mean - low) / ((high - low) or 1))
-              for mean in means]
-    return ["".join(BLOCKS[min(max(level - 8 * row, 0), 8)] for level in levels)
-            for row in reversed(range(height))]
-
-
-def panel(arguments, tokens, width, height):
-    """The text of all runs, within this size. For a run that cannot be drawn yet, a line says
-    why."""
-    runs, width = [], max(width, 42)  # in a narrower terminal the lines wrap
-    for argument in arguments:
-        try:
-            runs.append(read_run(argument, tokens))
-        except UserError as e:
-            runs.append(str(e))
-    drawn = [run for run in runs if isinstance(run, Run)]
-    wanted = sum(len(run.series) for run in drawn)
-    room = height - len(runs) - sum(bool(run.skipped) for run in drawn)
-    tall = min(3, max(1, room // wanted)) if wanted else 1
-    lines = []
-    for run in runs:
-        if isinstance(run, str):
-            lines.append(run)
-            continue
-        total = f", {short(run.last * run.tokens)} tokens" if run.tokens else ""
-        head = f"{run.name}: step {run.last:,}{total}"
-        lines.append(f"{head[: width - 30]:{width - 30}} {'last':>9} {'low':>9} {'high':>9}")
-        lines += [run.skipped] * bool(run.skipped)
-        for name, (steps, values) in run.series.items():
-            there = values[np.isfinite(values)]
-            ends = [values[-1], *((there.min(), there.max()) if there.size else (math.nan,) * 2)]
-            *above, bottom = sparkline(columns_of(steps, values, run.last, width - 41), tall)
-            lines += [f"{'':10}{part}".rstrip() for part in above]
-            numbers = "".join(f" {figure_of(name, value):>9}" for value in ends)
-            lines.append(f"{name:10}{bottom} {numbers}")
-    if len(lines) > height:
-        lines[height - 1 :] = [f"{len(lines) - height + 1} lines more: they need a higher terminal"]
-    return "\n".join(printable(line[:width]) for line in lines)
-
-
-def watch(arguments, tokens, seconds):
-    """Draw panels until Ctrl-C."""
-    terminal = sys.stdout.isatty()
-    try:
-        while True:
-            size = shutil.get_terminal_size()  # 80x24 if it is not known
-            text = panel(arguments, tokens, size.columns, size.lines - 1)
-            print("\x1b[H" + text.replace("\n", "\x1b[K\n") + "\x1b[K\x1b[J" if terminal else text,
-                  flush=True)
-            time.sleep(seconds)
-    except KeyboardInterrupt:
-        print()
+        return "".join(mean or ["validation"] * ("val loss" in names))
+    return "; ".join([", ".join(["line: training", *mean]),
+                      *["dots: validation"] * ("val loss" in names)])
 
 
 # ---- The program
@@ -495,9 +353,6 @@ FLAGS = [
      "FineWeb-Edu, as lines (default: on what a run was trained on; FineWeb, if it has HellaSwag)"),
     (None, "--model", "name", None, f"lines of these sizes, of {','.join(SIZES)} (default: those "
      "that a run has passed, and the next)"),
-    (None, "--watch", "switch", 0, "1: draw in the terminal, again and again"),
-    (None, "--once", "switch", 0, "1: draw in the terminal, once"),
-    (None, "--every", number(float, 0.1), 2.0, "seconds between the drawings of --watch"),
 ]
 
 
@@ -518,13 +373,7 @@ def parse(arguments=None):
 def main(arguments=None):
     """Everything from the flags to the chart. Raises UserError."""
     flags = parse(arguments)
-    if flags.watch and not flags.once:
-        return watch(flags.runs, flags.tokens_per_step, flags.every)
     runs = [read_run(argument, flags.tokens_per_step) for argument in flags.runs]
-    if flags.once:
-        size = shutil.get_terminal_size()
-        print(panel(flags.runs, flags.tokens_per_step, size.columns, size.lines - 1))
-        return
     names = [run.name for run in runs]
     runs = [run._replace(name=printable(argument)) if names.count(run.name) > 1 else run
             for run, argument in zip(runs, flags.runs)]
