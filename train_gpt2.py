@@ -1309,7 +1309,8 @@ def check_config(c, path):
     for ok, wish in ((all(0 < n < 2**24 for n in sizes), "sizes from 1 to 2**24 - 1"),
                      (c.NH and c.C % c.NH == 0, "C to be divisible by NH"),
                      (c.C % 32 == 0, "C to be a multiple of 32"),
-                     (c.V <= c.Vp, "V not to exceed Vp")):
+                     (c.V <= c.Vp, "V not to exceed Vp"),
+                     (c.Vp % 8 == 0, "Vp to be a multiple of 8")):
         if not ok:
             raise UserError(f"{path}: {c}; expected {wish}")
 
@@ -1794,7 +1795,7 @@ class FastCuda(Cuda):
             return args
         words = [text.split() for text in self.kernels[name].parameters]
         T = args[words.index(["int", "T"])]
-        return [self.tensor_map(arg, T, self.HS) if "Tiles" in word else arg
+        return [self.tensor_map(arg, T, self.HS) if "TileMap" in word else arg
                 for word, arg in zip(words, args)]
 
     def tensor_map(self, array, T, HS):

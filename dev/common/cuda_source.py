@@ -8,7 +8,7 @@ import train_gpt2
 from train_gpt2 import UserError
 
 # Structs with an array: does the kernel only read it?
-STRUCTS = {"Output": False, "Tiles": True, "TokenPass": False}
+STRUCTS = {"Output": False, "TileMap": True, "TokenPass": False}
 
 
 class Parameter(NamedTuple):

@@ -20,7 +20,7 @@ LOOPS = Path(__file__).resolve().parent / "kernels.cpp"
 C_TYPES = {"int": ctypes.c_int, "long": ctypes.c_long, "float": ctypes.c_float,
            "size_t": ctypes.c_size_t}
 KNOWN = re.compile(r"-D(FP32|TF32|BF16|(CHANNELS|HS|GROUP)=\d+)")  # the switches that loops know
-LOOP_KINDS = {"Output": "real", "Tiles": "real", "low_half": "int16_t"}  # a loop's of a kernel's
+LOOP_KINDS = {"Output": "real", "TileMap": "real", "low_half": "int16_t"}  # a loop's of a kernel's
 
 
 def loops_of(path):

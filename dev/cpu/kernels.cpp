@@ -236,6 +236,157 @@ void add_partials(float* out1, float* out2, const float* partials, int blocks, i
 
 }  // extern "C"
 
+// ---- GELU, in the tanh form of GPT-2 (Hendrycks and Gimpel 2016, section 2) ----
+
+// gelu(x) = x/2 (1 + tanh u) = x g with u = sqrt(2/pi) (x + 0.044715 x^3) and g = 1/(1 + exp(-2u))
+constexpr float SQRT_8_OVER_PI = 1.595769122f;
+inline float gelu(float x) {
+    return x / (1.0f + exponential(-SQRT_8_OVER_PI * (x + 0.044715f * x * x * x)));
+}
+
+// d(x g)/dx = g + x g (1 - g) d(2u)/dx
+inline float gelu_derivative(float x) {
+    float g = 1.0f / (1.0f + exponential(-SQRT_8_OVER_PI * (x + 0.044715f * x * x * x)));
+    return g + x * g * (1.0f - g) * SQRT_8_OVER_PI * (1.0f + 3.0f * 0.044715f * x * x);
+}
+
+extern "C" {
+
+// out (N,OC) = gelu(inp (N,OC))
+void gelu_forward(real* out, const real* inp, int N, int OC) {
+#pragma omp parallel for simd
+    for (long i = 0; i < (long)N * OC; i++) out[i] = gelu(inp[i]);
+}
+
+// dinp (N,OC), the gradient of the output, becomes that of inp (N,OC)
+void gelu_backward(real* dinp, const real* inp, int N, int OC) {
+#pragma omp parallel for simd
+    for (long i = 0; i < (long)N * OC; i++) dinp[i] = dinp[i] * gelu_derivative(inp[i]);
+}
+
+// ---- classifier: softmax, cross-entropy and its gradient ----
+
+// losses (N) = -log(softmax(logits (N,Vp)[row, 0..V-1])[target]), which is
+//   log(the sum of e^logit) - logit[target]
+// so its gradient is softmax - onehot, where onehot is 1 at the target. With with_gradient, the
+// logits become that times dloss, 1 / (tokens of the step), since a step's loss is a mean; the
+// padding becomes zeros. room is for a GPU.
+void fused_classifier(real* logits, float* losses, const int* targets, float dloss, int N, int V,
+                      int Vp, int with_gradient, int room) {
+#pragma omp parallel for
+    for (long n = 0; n < N; n++) {
+        real* x = logits + n * Vp;
+        float largest = x[0];
+        double sum = 0.0;  // a sum of 50,257 numbers in fp32 would lose digits
+#pragma omp simd reduction(max : largest)
+        for (int v = 0; v < V; v++) largest = x[v] > largest ? (float)x[v] : largest;
+#pragma omp simd reduction(+ : sum)
+        for (int v = 0; v < V; v++) sum += exponential(x[v] - largest);
+        losses[n] = (float)log(sum) + largest - x[targets[n]];
+        if (!with_gradient) continue;
+        float target = x[targets[n]], factor = dloss / (float)sum;
+#pragma omp simd
+        for (int v = 0; v < V; v++) x[v] = factor * exponential(x[v] - largest);
+        x[targets[n]] = factor * exponential(target - largest) - dloss;
+        std::fill(x + V, x + Vp, 0.0f);
+    }
+}
+
+// The outcome of a step; see kernels.cu.
+struct Verdict { float norm, loss, update, stopped; };
+
+// verdict->loss = factor times the sum of losses (N), or += with adds
+void add_loss(Verdict* verdict, const float* losses, float factor, int N, int adds) {
+    double sum = 0.0;
+    for (int i = 0; i < N; i++) sum += losses[i];
+    verdict->loss = (adds ? verdict->loss : 0.0f) + factor * (float)sum;
+}
+
+// ---- the gradient's norm, and AdamW ----
+// (Kingma and Ba 2014, algorithm 1; Loshchilov and Hutter 2017, algorithm 2)
+
+// gradient_norm[0] = the square root of the sum of the squares of grads (n), from the sums of
+// `blocks` parts, gradient_norm[2..]
+void global_norm(float* gradient_norm, const float* grads, size_t n, int blocks) {
+#pragma omp parallel for
+    for (long block = 0; block < blocks; block++) {
+        double sum = 0.0;  // in fp32, thousands of small squares would be lost beside their sum
+#pragma omp simd reduction(+ : sum)
+        for (size_t i = block * n / blocks; i < (block + 1) * n / blocks; i++)
+            sum += (double)grads[i] * grads[i];
+        gradient_norm[2 + block] = sum;
+    }
+    double sum = 0.0;
+    for (int block = 0; block < blocks; block++) sum += gradient_norm[2 + block];
+    gradient_norm[0] = sqrt(sum);
+    gradient_norm[1] = 0.0f;  // a GPU's counter
+}
+
+// The settings of a step; see kernels.cu.
+struct AdamW {
+    float learning_rate, rate1, rate2, correction1, correction2, eps, weight_decay, clip;
+};
+
+// A step updates the parameters if its loss and norm, and those of all earlier steps, are finite.
+void judge(Verdict* verdict, const float* gradient_norm) {
+    verdict->norm = gradient_norm[0];
+    if (!(std::isfinite(verdict->loss) && std::isfinite(verdict->norm))) verdict->stopped = 1.0f;
+    verdict->update = 1.0f - verdict->stopped;
+}
+
+}  // extern "C"
+
+// The fp32 parameter that AdamW updates. In fp32 it is params[i], and low is null. In bf16 params
+// has its upper half, rounded, and low what rounding took away, signed, so that the bits are (param
+// << 16) + low.
+#ifdef BF16
+inline float master(const real* params, const int16_t* low, size_t i) {
+    return bits_as<float>(((uint32_t)params[i].bits << 16) + (int32_t)low[i]);
+}
+inline void store_master(real* params, int16_t* low, size_t i, float x) {
+    uint32_t bits = bits_as<uint32_t>(x);
+    low[i] = bits;
+    // Ties round away from zero: then `low` alone says which way. A NaN's bits could overflow, so
+    // it is cut off.
+    params[i].bits = (x == x ? bits + 0x8000 : bits) >> 16;
+}
+#else
+inline float master(const real* params, const int16_t*, size_t i) { return params[i]; }
+inline void store_master(real* params, int16_t*, size_t i, float x) { params[i] = x; }
+#endif
+
+extern "C" {
+
+// One step for all n parameters, with g the scaled gradient:
+//   m += rate1 (g - m),  v += rate2 (g^2 - v)
+//   p -= learning_rate (m correction1 / (sqrt(v correction2) + eps) + weight_decay p)
+// rate1 and rate2 are 1 - beta; the corrections, 1 / (1 - beta^step), undo the start of m and v at
+// 0. If the gradient's norm exceeds clip, the gradient is scaled down to it; clip 0: never.
+// Tensor i begins at starts[i] in the arenas, and decayed[i] says whether it gets weight decay.
+void adamw(real* params, int16_t* low, const float* grads, float* m, float* v, const size_t* starts,
+           const int* decayed, int tensors, size_t n, const AdamW* settings,
+           const Verdict* verdict) {
+    if (!verdict->update) return;
+    AdamW a = *settings;
+    float scale = a.clip > 0.0f && verdict->norm > a.clip ? a.clip / verdict->norm : 1.0f;
+    for (int tensor = 0; tensor < tensors; tensor++) {
+        float decay = decayed[tensor] ? a.weight_decay : 0.0f;
+        size_t first = tensor ? starts[tensor] : 0;
+        size_t end = tensor + 1 < tensors ? std::min(starts[tensor + 1], n) : n;
+#pragma omp parallel for simd
+        for (size_t i = first; i < end; i++) {
+            float g = scale * grads[i], p = master(params, low, i);
+            m[i] += a.rate1 * (g - m[i]);
+            v[i] += a.rate2 * (g * g - v[i]);
+            float change = m[i] * a.correction1 / (sqrtf(v[i] * a.correction2) + a.eps);
+            p -= a.learning_rate * (change + decay * p);
+            store_master(params, low, i, p);
+        }
+    }
+}
+
+}  // extern "C"
+
 // ---- attention (Vaswani et al. 2017, section 3.2.1) ----
 
 // For each head, with q, k, v (T,HS), and a prime for a transpose:
@@ -457,155 +608,6 @@ void attention_backward_kv(real* dqkv, const float* delta, const float* lse, con
         }
         store_head(dqkv + b * T * width + (NH + kv) * HS, width, T, HS, scale, dk);
         store_head(dqkv + b * T * width + (NH + NKV + kv) * HS, width, T, HS, 1.0f, dv);
-    }
-}
-
-}  // extern "C"
-
-// ---- GELU, in the tanh form of GPT-2 (Hendrycks and Gimpel 2016, section 2) ----
-
-// gelu(x) = x/2 (1 + tanh u) = x g with u = sqrt(2/pi) (x + 0.044715 x^3) and g = 1/(1 + exp(-2u))
-constexpr float SQRT_8_OVER_PI = 1.595769122f;
-inline float gelu(float x) {
-    return x / (1.0f + exponential(-SQRT_8_OVER_PI * (x + 0.044715f * x * x * x)));
-}
-
-// d(x g)/dx = g + x g (1 - g) d(2u)/dx
-inline float gelu_derivative(float x) {
-    float g = 1.0f / (1.0f + exponential(-SQRT_8_OVER_PI * (x + 0.044715f * x * x * x)));
-    return g + x * g * (1.0f - g) * SQRT_8_OVER_PI * (1.0f + 3.0f * 0.044715f * x * x);
-}
-
-extern "C" {
-
-// out (N,OC) = gelu(inp (N,OC))
-void gelu_forward(real* out, const real* inp, int N, int OC) {
-#pragma omp parallel for simd
-    for (long i = 0; i < (long)N * OC; i++) out[i] = gelu(inp[i]);
-}
-
-// dinp (N,OC), the gradient of the output, becomes that of inp (N,OC)
-void gelu_backward(real* dinp, const real* inp, int N, int OC) {
-#pragma omp parallel for simd
-    for (long i = 0; i < (long)N * OC; i++) dinp[i] = dinp[i] * gelu_derivative(inp[i]);
-}
-
-// ---- classifier: softmax, cross-entropy and its gradient ----
-
-// losses (N) = -log(softmax(logits (N,Vp)[row, 0..V-1])[target]), which is
-//   log(the sum of e^logit) - logit[target]
-// so its gradient is softmax - onehot, where onehot is 1 at the target. With with_gradient, the
-// logits become that times dloss, 1 / (tokens of the step), since a step's loss is a mean; the
-// padding becomes zeros. room is for a GPU.
-void fused_classifier(real* logits, float* losses, const int* targets, float dloss, int N, int V,
-                      int Vp, int with_gradient, int room) {
-#pragma omp parallel for
-    for (long n = 0; n < N; n++) {
-        real* x = logits + n * Vp;
-        float largest = x[0];
-        double sum = 0.0;  // a sum of 50,257 numbers in fp32 would lose digits
-#pragma omp simd reduction(max : largest)
-        for (int v = 0; v < V; v++) largest = x[v] > largest ? (float)x[v] : largest;
-#pragma omp simd reduction(+ : sum)
-        for (int v = 0; v < V; v++) sum += exponential(x[v] - largest);
-        losses[n] = (float)log(sum) + largest - x[targets[n]];
-        if (!with_gradient) continue;
-        float target = x[targets[n]], factor = dloss / (float)sum;
-#pragma omp simd
-        for (int v = 0; v < V; v++) x[v] = factor * exponential(x[v] - largest);
-        x[targets[n]] = factor * exponential(target - largest) - dloss;
-        std::fill(x + V, x + Vp, 0.0f);
-    }
-}
-
-// ---- the gradient's norm, and AdamW ----
-// (Kingma and Ba 2014, algorithm 1; Loshchilov and Hutter 2017, algorithm 2)
-
-// norm[0] = the square root of the sum of the squares of grads (n), from the sums of `blocks`
-// shares, norm[2..]
-void global_norm(float* norm, const float* grads, size_t n, int blocks) {
-#pragma omp parallel for
-    for (long block = 0; block < blocks; block++) {
-        double sum = 0.0;  // in fp32, thousands of small squares would be lost beside their sum
-#pragma omp simd reduction(+ : sum)
-        for (size_t i = block * n / blocks; i < (block + 1) * n / blocks; i++)
-            sum += (double)grads[i] * grads[i];
-        norm[2 + block] = sum;
-    }
-    double sum = 0.0;
-    for (int block = 0; block < blocks; block++) sum += norm[2 + block];
-    norm[0] = sqrt(sum);
-    norm[1] = 0.0f;  // a GPU's counter
-}
-
-// The settings of a step, and its outcome; see kernels.cu.
-struct AdamW {
-    float learning_rate, rate1, rate2, correction1, correction2, eps, weight_decay, clip;
-};
-struct Verdict { float norm, loss, update, stopped; };
-
-// verdict->loss = share times the sum of losses (N), or += with accumulate
-void add_loss(Verdict* verdict, const float* losses, float share, int N, int accumulate) {
-    double sum = 0.0;
-    for (int i = 0; i < N; i++) sum += losses[i];
-    verdict->loss = (accumulate ? verdict->loss : 0.0f) + share * (float)sum;
-}
-
-// A step updates the parameters if its loss and norm, and those of all earlier steps, are finite.
-void judge(Verdict* verdict, const float* norm) {
-    verdict->norm = norm[0];
-    if (!(std::isfinite(verdict->loss) && std::isfinite(verdict->norm))) verdict->stopped = 1.0f;
-    verdict->update = 1.0f - verdict->stopped;
-}
-
-}  // extern "C"
-
-// The fp32 parameter that AdamW updates. In fp32 it is params[i], and low is null. In bf16 params
-// has its upper half, rounded, and low what rounding took away, signed, so that the bits are (param
-// << 16) + low.
-#ifdef BF16
-inline float master(const real* params, const int16_t* low, size_t i) {
-    return bits_as<float>(((uint32_t)params[i].bits << 16) + (int32_t)low[i]);
-}
-inline void store_master(real* params, int16_t* low, size_t i, float x) {
-    uint32_t bits = bits_as<uint32_t>(x);
-    low[i] = bits;
-    // Ties round away from zero: then `low` alone says which way. A NaN's bits could overflow, so
-    // it is cut off.
-    params[i].bits = (x == x ? bits + 0x8000 : bits) >> 16;
-}
-#else
-inline float master(const real* params, const int16_t*, size_t i) { return params[i]; }
-inline void store_master(real* params, int16_t*, size_t i, float x) { params[i] = x; }
-#endif
-
-extern "C" {
-
-// One step for all n parameters, with g the scaled gradient:
-//   m += rate1 (g - m),  v += rate2 (g^2 - v)
-//   p -= learning_rate (m correction1 / (sqrt(v correction2) + eps) + weight_decay p)
-// rate1 and rate2 are 1 - beta; the corrections, 1 / (1 - beta^step), undo the start of m and v at
-// 0. If the gradient's norm exceeds clip, the gradient is scaled down to it; clip 0: never.
-// Tensor i begins at starts[i] in the arenas, and decayed[i] says whether it gets weight decay.
-void adamw(real* params, int16_t* low, const float* grads, float* m, float* v, const size_t* starts,
-           const int* decayed, int tensors, size_t n, const AdamW* settings,
-           const Verdict* verdict) {
-    if (!verdict->update) return;
-    AdamW a = *settings;
-    float scale = a.clip > 0.0f && verdict->norm > a.clip ? a.clip / verdict->norm : 1.0f;
-    for (int tensor = 0; tensor < tensors; tensor++) {
-        float decay = decayed[tensor] ? a.weight_decay : 0.0f;
-        size_t first = tensor ? starts[tensor] : 0;
-        size_t end = tensor + 1 < tensors ? std::min(starts[tensor + 1], n) : n;
-#pragma omp parallel for simd
-        for (size_t i = first; i < end; i++) {
-            float g = scale * grads[i], p = master(params, low, i);
-            m[i] += a.rate1 * (g - m[i]);
-            v[i] += a.rate2 * (g * g - v[i]);
-            float change = m[i] * a.correction1 / (sqrtf(v[i] * a.correction2) + a.eps);
-            p -= a.learning_rate * (change + decay * p);
-            store_master(params, low, i, p);
-        }
     }
 }
 

@@ -39,17 +39,25 @@ extern "C" __global__ void adamw_bf16(
     bf16_moment* __restrict__ m, bf16_moment* __restrict__ v, const size_t* __restrict__ starts,
     const int* __restrict__ decayed, int tensors, size_t n, const AdamW* __restrict__ settings,
     const Verdict* __restrict__ verdict, const size_t* __restrict__ places, const float* __restrict__ noise) {
-    auto add_noise = [&](Pack<W>& m1, Pack<W>& m2, size_t i, int tensor) {
-        size_t first = places[tensor], piece = places[tensors + tensor], stride = places[2 * tensors + tensor];
-        size_t j = i - starts[tensor], in_piece = j % piece, number = first + j / piece * stride + in_piece;
-        for (int k = 0; k < W; k++, number++, in_piece++) {
-            if (in_piece == piece) in_piece = 0, number += stride - piece;
-            size_t bits = random_number((size_t)noise[0], ((size_t)noise[1] << 40) + number);
-            m1[k] = plus_noise(m1[k], bits & 0xffff);
-            m2[k] = plus_noise(m2[k], bits >> 16 & 0xffff);
-        }
-    };
-    adamw_step(params, low, grads, m, v, starts, decayed, tensors, n, settings, verdict, add_noise);
+    size_t i = first_number();
+    if (i >= n) return;
+    Pack<W> g = load<W>(grads + i), p = load_master<W>(params, low, i);
+    Pack<W> m1 = load<W>(m + i), m2 = load<W>(v + i);
+    AdamW a = *settings;
+    int tensor = tensor_at(i, starts, tensors);
+    adamw_step(p, m1, m2, g, a, decayed[tensor], verdict->norm);
+    if (!verdict->update) return;
+    store_master(params, low, i, p);
+    size_t first = places[tensor], piece = places[tensors + tensor], stride = places[2 * tensors + tensor];
+    size_t j = i - starts[tensor], in_piece = j % piece, number = first + j / piece * stride + in_piece;
+    for (int k = 0; k < W; k++, number++, in_piece++) {
+        if (in_piece == piece) in_piece = 0, number += stride - piece;
+        size_t bits = random_number((size_t)noise[0], ((size_t)noise[1] << 40) + number);
+        m1[k] = plus_noise(m1[k], bits & 0xffff);
+        m2[k] = plus_noise(m2[k], bits >> 16 & 0xffff);
+    }
+    store(m + i, m1);
+    store(v + i, m2);
 }
 
 }  // namespace moments

@@ -17,7 +17,7 @@ from dev.tests.models import model_class
 from dev.tests.trainings import check_resumed, token_files, trained
 from train_gpt2 import UserError, pack_batch
 
-CONFIG = Config(maxT=23, V=251, L=2, NH=2, C=64, Vp=263)
+CONFIG = Config(maxT=23, V=251, L=2, NH=2, C=64, Vp=264)
 
 
 def averaged_model(dtype, decay):

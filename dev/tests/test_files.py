@@ -72,6 +72,7 @@ BAD_FILES = [
     ("GPT-2 checkpoint", "NH ?= ?3.* divisible|divisible by NH ?= ?3", {5: 3}),
     ("GPT-2 checkpoint", "C ?= ?48.* multiple of 32", {6: 48}),
     ("GPT-2 checkpoint", "V ?= ?257.* not to exceed Vp", {7: 256}),
+    ("GPT-2 checkpoint", "Vp ?= ?260.* multiple of 8", {7: 260}),
     ("debug state", "B = 0", {2: 0}),
     ("debug state", f"expected {1024 + 2**29 * (STATE - 4) + 4 + PARAMETERS:,}", {2: 2**30}),
     ("debug state", "T = -1", {3: -1}),

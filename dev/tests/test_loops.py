@@ -4,6 +4,7 @@ know is emulated."""
 import contextlib
 import itertools
 import os
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -55,6 +56,24 @@ def test_names():
             check(f"{name}: arguments", found[: len(wish)] == wish, found)
             check(f"{name}: further arguments",
                   more <= {"C", "HS", "GROUP", "blocks", "heads"}, more)
+
+
+@fast
+def test_table_of_kernels():
+    """The table at the top of kernels.cu has all of its kernels in their order, with the threads of
+    their blocks, and rates that RESULTS.md measured first."""
+    head, kernels = KERNELS.read_text("utf-8").split("*/")[0], read_kernels([KERNELS])
+    rows = re.findall(r"^  (\w+) +\S.*? +(\d+)  (?:memory|latency|tensor cores) *([\d.]*)",
+                      head, re.M)
+    check("names", [name for name, *_ in rows] == [*kernels], rows)
+    results = (TOP / "dev/RESULTS.md").read_text("utf-8")
+    for name, threads, rate in rows:
+        if name != "layernorm_backward":  # whose launch chooses them
+            check(f"{name}: threads", int(threads) == kernels[name].threads, threads)
+        if rate:
+            measured = re.search(rf"^\| {name} \|.* ([\d.]+) T\S+/s \|", results, re.M)[1]
+            digits = len(rate.partition(".")[2])
+            check(f"{name}: rate", f"{float(measured):.{digits}f}" == rate, measured)
 
 
 # ---- Against formulas, and models against PyTorch's

@@ -29,7 +29,7 @@ from dev.tests.trainings import (LLAMA, TRAINER, call, check_resumed, place_of, 
 from prepro_tinyshakespeare import write_tokens
 from train_gpt2 import ceil_div, offsets, pack_batch, to_float
 
-CONFIG = Config(maxT=19, V=251, L=3, NH=2, C=64, Vp=263)
+CONFIG = Config(maxT=19, V=251, L=3, NH=2, C=64, Vp=264)
 LLAMA_CONFIG = Config3(V=251, L=2, NH=4, NKV=2, C=64, multiple_of=8)
 KERNELS = "muon_momentum", "muon_normalize", "muon_update"
 JORDANS = [(3.4445, -4.7750, 2.0315)] * 5

@@ -65,7 +65,7 @@ __device__ void load_now(Pair (&x)[4], const Sixteen* from) {
 }
 
 // Loads two boxes of 64 rows for both blocks: each block one of them.
-__device__ void load_rows(real* boxes, const Tiles& map, int c, int row, unsigned long long& full) {
+__device__ void load_rows(real* boxes, const TileMap& map, int c, int row, unsigned long long& full) {
     int own = blockIdx.x % 2;
     expect_bytes(2 * BOX * sizeof(real), full);
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
@@ -79,7 +79,7 @@ __device__ void team_sync(int, int line = __builtin_LINE()) { groups_sync<2>(lin
 __device__ void load_now(Pair (&x)[4], const Sixteen* from) {
     for (int i = 0; i < 4; i++) x[i] = from->x[i];
 }
-__device__ void load_rows(real* boxes, const Tiles& map, int c, int row, unsigned long long& full) {
+__device__ void load_rows(real* boxes, const TileMap& map, int c, int row, unsigned long long& full) {
     for (int box = 0; box < 2; box++)
         copy_box(boxes + box * BOX, &map, c, 0, 0, row / 16 + box * 4, full);
 }
@@ -126,7 +126,7 @@ struct Waits {
 
 // One thread loads what is multiplied, step by step: 128 channels of a tile's rows and columns.
 __device__ void load_operands(
-    real* stages, Waits& waits, const Tiles& inp, const Tiles& w, const Sizes& sizes) {
+    real* stages, Waits& waits, const TileMap& inp, const TileMap& w, const Sizes& sizes) {
     unsigned step = 0;
     for (int tile = blockIdx.x; tile < sizes.tiles(); tile += gridDim.x) {
         TileAt at(tile, sizes);
@@ -216,7 +216,7 @@ __device__ void show_infinities(real* result, float largest, int half) {
 
 // When all threads of the team have left their part of the twins, one has TMA store them.
 __device__ void store_twins(
-    const Tiles& twin, const Tiles& across, const TileAt& at, const real* result, int team) {
+    const TileMap& twin, const TileMap& across, const TileAt& at, const real* result, int team) {
     shared_written();
     team_sync(team);
     if (threadIdx.x % TEAM == 0) {
@@ -237,7 +237,7 @@ __device__ void twins_free(int team) {
 
 // The twins of GELU, and its slopes, from the product x.
 __device__ void finish_forward(
-    const Tiles& twin, const Tiles& across, float& largest, float scale, Sixteen* slopes,
+    const TileMap& twin, const TileMap& across, float& largest, float scale, Sixteen* slopes,
     const TileResult& x, float factor, const real* bias, int tile, const TileAt& at, real* result,
     int team, int half) {
     twins_free(team);
@@ -288,7 +288,7 @@ __device__ float sum_of_lanes(float (&sum)[8]) {
 
 // The twins of dfch and the sums of its columns, from the product x and GELU's slopes.
 __device__ void finish_backward(
-    const Tiles& twin, const Tiles& across, float& largest, const Scale* scale8, float* sums,
+    const TileMap& twin, const TileMap& across, float& largest, const Scale* scale8, float* sums,
     const TileResult& x, float factor, const Pair (&slopes)[4][4], const TileAt& at, real* result,
     float (*of_warps)[WIDTH], int OC, int team, int half) {
     unsigned lane = forget(threadIdx.x) % 32, warp = forget(threadIdx.x) % TEAM / 32;
@@ -339,8 +339,8 @@ __device__ void finish_backward(
 // backward: matmul_dgelu_fp8, else matmul_gelu_fp8.
 template <bool backward>
 __device__ void product_with_gelu(
-    const Tiles& twin, const Tiles& across, Scale* scale8, float* sums, Sixteen* slopes,
-    const real* bias, const Tiles& inp, const Tiles& w, const Scale* of_inp, const Scale* of_w,
+    const TileMap& twin, const TileMap& across, Scale* scale8, float* sums, Sixteen* slopes,
+    const real* bias, const TileMap& inp, const TileMap& w, const Scale* of_inp, const Scale* of_w,
     Sizes sizes) {
     DYNAMIC_SHARED(real, stages);
     __shared__ Waits waits;
@@ -402,12 +402,12 @@ __device__ void product_with_gelu(
 
 #ifdef __CUDACC__  // Clusters of two blocks. read_kernels does not know this word in a definition
 extern "C" __global__ void __cluster_dims__(2, 1, 1) matmul_gelu_fp8(
-    const __grid_constant__ Tiles, const __grid_constant__ Tiles, Scale*, unsigned char*,
-    const real*, const __grid_constant__ Tiles, const __grid_constant__ Tiles, const Scale*,
+    const __grid_constant__ TileMap, const __grid_constant__ TileMap, Scale*, unsigned char*,
+    const real*, const __grid_constant__ TileMap, const __grid_constant__ TileMap, const Scale*,
     const Scale*, int, int, int);
 extern "C" __global__ void __cluster_dims__(2, 1, 1) matmul_dgelu_fp8(
-    const __grid_constant__ Tiles, const __grid_constant__ Tiles, Scale*, float*,
-    const unsigned char*, const __grid_constant__ Tiles, const __grid_constant__ Tiles,
+    const __grid_constant__ TileMap, const __grid_constant__ TileMap, Scale*, float*,
+    const unsigned char*, const __grid_constant__ TileMap, const __grid_constant__ TileMap,
     const Scale*, const Scale*, int, int, int);
 #endif
 
@@ -417,9 +417,9 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) matmul_dgelu_fp8(
 // even number of them.
 BLOCK(640, 1)
 extern "C" __global__ void __launch_bounds__(640, 1) matmul_gelu_fp8(
-    const __grid_constant__ Tiles twin, const __grid_constant__ Tiles across, Scale* scale8,
+    const __grid_constant__ TileMap twin, const __grid_constant__ TileMap across, Scale* scale8,
     unsigned char* __restrict__ slopes, const real* __restrict__ bias,
-    const __grid_constant__ Tiles inp, const __grid_constant__ Tiles w, const Scale* of_inp,
+    const __grid_constant__ TileMap inp, const __grid_constant__ TileMap w, const Scale* of_inp,
     const Scale* of_w, int N, int OC, int C) {
     using namespace fp8_gelu;
     product_with_gelu<false>(twin, across, scale8, nullptr, reinterpret_cast<Sixteen*>(slopes),
@@ -430,9 +430,9 @@ extern "C" __global__ void __launch_bounds__(640, 1) matmul_gelu_fp8(
 // rows, OC): of each block the sums of dfch's columns. The rest as above.
 BLOCK(640, 1)
 extern "C" __global__ void __launch_bounds__(640, 1) matmul_dgelu_fp8(
-    const __grid_constant__ Tiles twin, const __grid_constant__ Tiles across, Scale* scale8,
+    const __grid_constant__ TileMap twin, const __grid_constant__ TileMap across, Scale* scale8,
     float* __restrict__ sums, const unsigned char* __restrict__ slopes,
-    const __grid_constant__ Tiles dout, const __grid_constant__ Tiles w, const Scale* of_dout,
+    const __grid_constant__ TileMap dout, const __grid_constant__ TileMap w, const Scale* of_dout,
     const Scale* of_w, int N, int OC, int C) {
     using namespace fp8_gelu;
     auto* of_tiles = reinterpret_cast<Sixteen*>(const_cast<unsigned char*>(slopes));

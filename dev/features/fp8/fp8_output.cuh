@@ -26,12 +26,13 @@ __device__ __forceinline__ void show_infinities(Pack<n>& x, float largest) {
 }
 
 // Besides, what dev/features/fused_biases.cuh's Output has: sums of gradients' rows.
-#define BIAS_SUMS
+#define BIAS_SUMS  // for attention_five.cu
 struct Head;
 struct Own;
 __device__ void store_column_sums(float* sums, Head head, const Own& own, const real* tile);
 
 struct Output {
+    static constexpr int NORM_SUMS = 3;  // of layernorm_backward: the third is of the new dresidual
     real* numbers;        // null if only FP8 products read them
     unsigned char* twin;  // null if no FP8 product reads the numbers
     Scale* scale;
@@ -50,6 +51,11 @@ struct Output {
     __device__ __forceinline__ void store(size_t i, Pack<n> x) {
         if (numbers) ::store(numbers + i, x);
         if (twin) store_twin(i, x);
+    }
+
+    template <class Head, class Own>
+    __device__ void sum_columns(const Head& head, const Own& own, const real* tile) {
+        store_column_sums(sums, head, own, tile);
     }
 
     // x is rounded to a real first, so that a twin made from registers is the same as one made from stored numbers.

@@ -114,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(256) attention_backward_five_delta(
         for (int distance = 8; distance > 0; distance /= 2)
             sum += __shfl_xor_sync(FULL_WARP, sum, distance);
         if (lane > 0) continue;
-        stats[blockIdx.x].lse[row] = t < T ? lse[of_out.row() + t] : 0.0f;
+        stats[blockIdx.x].lse[row] = t < T ? lse[of_out.stat_at(t)] : 0.0f;
         stats[blockIdx.x].delta[row] = t < T ? sum : 0.0f;
     }
     if (threadIdx.x > 0) return;
@@ -155,7 +155,7 @@ struct WalkBack {
 // As load_tile, by one thread.
 template <int rows>
 __device__ void load_boxes(
-    real* tile, const Tiles& array, Head head, int first, unsigned long long& mbarrier) {
+    real* tile, const TileMap& array, Head head, int first, unsigned long long& mbarrier) {
 #pragma unroll
     for (int row = 0; row < rows; row += 64)
 #pragma unroll
@@ -263,7 +263,7 @@ __device__ void each_sum(Result<HP>& dk, Result<HP>& dv, F f) {
 BLOCK(384, 1)
 extern "C" __global__ void __launch_bounds__(FIVE_THREADS, 1) attention_backward_five(
     Output dqkv, float* dq, int* turns, const FiveStage* __restrict__ stats,
-    const __grid_constant__ Tiles qkv, const __grid_constant__ Tiles dout,
+    const __grid_constant__ TileMap qkv, const __grid_constant__ TileMap dout,
     const float* __restrict__ rope, float* kept, float scale, int T, int NH, int shares) {
     DYNAMIC_SHARED(real, keys);  // keys and values: (2, B_r, LD)
     real* values = keys + B_r * LD;

@@ -94,8 +94,8 @@ struct Waits {
 
 // One thread loads what is multiplied, step by step: 64 of C of a tile's rows and columns.
 template <bool backward>
-__device__ void load_operands(real* stages, Waits<backward>& waits, const Tiles& inp,
-                              const Tiles& w, const Sizes<backward>& sizes) {
+__device__ void load_operands(real* stages, Waits<backward>& waits, const TileMap& inp,
+                              const TileMap& w, const Sizes<backward>& sizes) {
     constexpr int STAGES = gelu_products::STAGES<backward>;
     unsigned step = 0, own = blockIdx.x % 2;
     for (int item = blockIdx.x / 2; item < sizes.items(); item += gridDim.x / 2) {
@@ -124,7 +124,7 @@ __device__ void load_operands(real* stages, Waits<backward>& waits, const Tiles&
 
 // Another thread has each box of dfch stored, and fch loaded to its place: a box is 64 rows and 64
 // columns, and a tile has three of them one below another, then three more on the right.
-__device__ void exchange_boxes(real* ring, Waits<true>& waits, const Tiles& dfch, const Tiles& fch,
+__device__ void exchange_boxes(real* ring, Waits<true>& waits, const TileMap& dfch, const TileMap& fch,
                                const Sizes<true>& sizes) {
     int clusters = gridDim.x / 2, first = blockIdx.x / 2;
     int boxes = (sizes.items() - first + clusters - 1) / clusters * 6;  // of this block
@@ -246,8 +246,8 @@ __device__ void finish_backward(
 // backward: matmul_dgelu, else matmul_gelu, which stores to out and out_gelu. sums may be null.
 template <bool backward>
 __device__ void product_with_gelu(
-    const Tiles& dfch, float* sums, real* out, real* out_gelu, const real* bias, const Tiles& inp,
-    const Tiles& w, const Tiles& fch, Sizes<backward> sizes) {
+    const TileMap& dfch, float* sums, real* out, real* out_gelu, const real* bias, const TileMap& inp,
+    const TileMap& w, const TileMap& fch, Sizes<backward> sizes) {
     constexpr int STAGES = gelu_products::STAGES<backward>;
     DYNAMIC_SHARED(real, stages);
     real* ring = stages + STAGES * STAGE;
@@ -288,11 +288,11 @@ __device__ void product_with_gelu(
 
 #ifdef __CUDACC__  // Clusters of two blocks. read_kernels does not know this word in a definition
 extern "C" __global__ void __cluster_dims__(2, 1, 1) matmul_gelu(
-    real*, real*, const real*, const __grid_constant__ Tiles, const __grid_constant__ Tiles, int,
+    real*, real*, const real*, const __grid_constant__ TileMap, const __grid_constant__ TileMap, int,
     int, int);
 extern "C" __global__ void __cluster_dims__(2, 1, 1) matmul_dgelu(
-    const __grid_constant__ Tiles, float*, const __grid_constant__ Tiles,
-    const __grid_constant__ Tiles, const __grid_constant__ Tiles, int, int, int);
+    const __grid_constant__ TileMap, float*, const __grid_constant__ TileMap,
+    const __grid_constant__ TileMap, const __grid_constant__ TileMap, int, int, int);
 #endif
 
 // fch (N,OC) = inp (N,C) @ w (OC,C)' + bias (OC), and fch_gelu (N,OC) = gelu(fch). C and OC are
@@ -300,7 +300,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) matmul_dgelu(
 BLOCK(384, 1)
 extern "C" __global__ void __launch_bounds__(384, 1) matmul_gelu(
     real* __restrict__ fch, real* __restrict__ fch_gelu, const real* __restrict__ bias,
-    const __grid_constant__ Tiles inp, const __grid_constant__ Tiles w, int N, int OC, int C) {
+    const __grid_constant__ TileMap inp, const __grid_constant__ TileMap w, int N, int OC, int C) {
     turns::gelu_products::product_with_gelu<false>(
         inp, nullptr, fch, fch_gelu, bias, inp, w, inp, {N, OC, C});
 }
@@ -309,9 +309,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) matmul_gelu(
 // null: of each block the sums of dfch's columns. C and OC as above. Items: blocks, an even number.
 BLOCK(384, 1)
 extern "C" __global__ void __launch_bounds__(384, 1) matmul_dgelu(
-    const __grid_constant__ Tiles dfch, float* __restrict__ sums,
-    const __grid_constant__ Tiles dout, const __grid_constant__ Tiles w,
-    const __grid_constant__ Tiles fch, int N, int OC, int C) {
+    const __grid_constant__ TileMap dfch, float* __restrict__ sums,
+    const __grid_constant__ TileMap dout, const __grid_constant__ TileMap w,
+    const __grid_constant__ TileMap fch, int N, int OC, int C) {
     turns::gelu_products::product_with_gelu<true>(
         dfch, sums, nullptr, nullptr, nullptr, dout, w, fch, {N, OC, C});
 }

@@ -66,8 +66,8 @@ struct Waits {
 
 // One thread loads what is multiplied, step by step: 64 of C of a tile's rows and columns.
 template <bool backward>
-__device__ void load_operands(real* stages, Waits<backward>& waits, const Tiles& inp,
-                              const Tiles& w, const Sizes<backward>& sizes) {
+__device__ void load_operands(real* stages, Waits<backward>& waits, const TileMap& inp,
+                              const TileMap& w, const Sizes<backward>& sizes) {
     constexpr int STAGES = swiglu_products::STAGES<backward>, EIGHTH = LONG / 8;
     unsigned step = 0, own = blockIdx.x % 2;
     for (int item = blockIdx.x / 2; item < sizes.items(); item += gridDim.x / 2) {
@@ -95,7 +95,7 @@ __device__ void load_operands(real* stages, Waits<backward>& waits, const Tiles&
 // Another thread has each pair of boxes of gradients stored, and up and gate loaded to its place: a
 // box is 64 rows and 64 columns, and a tile has three pairs side by side, then three below.
 // Columns beyond H would be others' gate.
-__device__ void exchange_boxes(real* ring, Waits<true>& waits, const Tiles& dfch, const Tiles& fch,
+__device__ void exchange_boxes(real* ring, Waits<true>& waits, const TileMap& dfch, const TileMap& fch,
                                const Sizes<true>& sizes) {
     int clusters = gridDim.x / 2, first = blockIdx.x / 2;
     int pairs = (sizes.items() - first + clusters - 1) / clusters * 6;  // of this block
@@ -207,8 +207,8 @@ __device__ void finish_backward(const TileResult& x, real* ring, unsigned number
 
 // backward: matmul_dswiglu, else matmul_swiglu, which stores to out and out_swiglu.
 template <bool backward>
-__device__ void product_with_swiglu(const Tiles& dfch, real* out, real* out_swiglu,
-                                    const Tiles& inp, const Tiles& w, const Tiles& fch,
+__device__ void product_with_swiglu(const TileMap& dfch, real* out, real* out_swiglu,
+                                    const TileMap& inp, const TileMap& w, const TileMap& fch,
                                     Sizes<backward> sizes) {
     constexpr int STAGES = swiglu_products::STAGES<backward>;
     DYNAMIC_SHARED(real, stages);
@@ -246,18 +246,18 @@ __device__ void product_with_swiglu(const Tiles& dfch, real* out, real* out_swig
 
 #ifdef __CUDACC__  // Clusters of two blocks. read_kernels does not know this word in a definition
 extern "C" __global__ void __cluster_dims__(2, 1, 1) matmul_swiglu(
-    real*, real*, const __grid_constant__ Tiles, const __grid_constant__ Tiles, int, int, int);
+    real*, real*, const __grid_constant__ TileMap, const __grid_constant__ TileMap, int, int, int);
 extern "C" __global__ void __cluster_dims__(2, 1, 1) matmul_dswiglu(
-    const __grid_constant__ Tiles, const __grid_constant__ Tiles, const __grid_constant__ Tiles,
-    const __grid_constant__ Tiles, int, int, int);
+    const __grid_constant__ TileMap, const __grid_constant__ TileMap, const __grid_constant__ TileMap,
+    const __grid_constant__ TileMap, int, int, int);
 #endif
 
 // fch (N,2H) = inp (N,C) @ w (2H,C)', and fch_swiglu (N,H) = up * silu(gate). C and H are multiples
 // of 64. Items: blocks, an even number of them.
 BLOCK(384, 1)
 extern "C" __global__ void __launch_bounds__(384, 1) matmul_swiglu(
-    real* __restrict__ fch, real* __restrict__ fch_swiglu, const __grid_constant__ Tiles inp,
-    const __grid_constant__ Tiles w, int N, int H, int C) {
+    real* __restrict__ fch, real* __restrict__ fch_swiglu, const __grid_constant__ TileMap inp,
+    const __grid_constant__ TileMap w, int N, int H, int C) {
     turns::swiglu_products::product_with_swiglu<false>(
         inp, fch, fch_swiglu, inp, w, inp, {N, H, C});
 }
@@ -266,8 +266,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) matmul_swiglu(
 // above. Items: blocks, an even number.
 BLOCK(384, 1)
 extern "C" __global__ void __launch_bounds__(384, 1) matmul_dswiglu(
-    const __grid_constant__ Tiles dfch, const __grid_constant__ Tiles dout,
-    const __grid_constant__ Tiles w, const __grid_constant__ Tiles fch, int N, int H, int C) {
+    const __grid_constant__ TileMap dfch, const __grid_constant__ TileMap dout,
+    const __grid_constant__ TileMap w, const __grid_constant__ TileMap fch, int N, int H, int C) {
     turns::swiglu_products::product_with_swiglu<true>(
         dfch, nullptr, nullptr, dout, w, fch, {N, H, C});
 }

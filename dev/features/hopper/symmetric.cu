@@ -102,7 +102,7 @@ __device__ bool of_columns_at(int k, int panel) {
 }
 
 // Two boxes of 64 of what is summed, from k on: a panel of 128 rows (or columns) from `first` on.
-__device__ void load_panel(real* boxes, const Tiles& map, int first, int k, int matrix,
+__device__ void load_panel(real* boxes, const TileMap& map, int first, int k, int matrix,
                            bool of_columns, bool for_both, unsigned long long& full) {
     int right = of_columns ? 64 : 0, down = 64 - right;  // from a box to the next
     int c = of_columns ? first : k, row = of_columns ? k : first;
@@ -116,7 +116,7 @@ __device__ void load_panel(real* boxes, const Tiles& map, int first, int k, int 
 
 // One thread loads panels of columns, step by step, and one those of rows.
 template <Kind kind>
-__device__ void load_panels(real* stages, Waits& waits, const Tiles& l, const Tiles& r,
+__device__ void load_panels(real* stages, Waits& waits, const TileMap& l, const TileMap& r,
                             const Sizes& sizes, bool of_columns) {
     unsigned step = 0;
     for (int item = blockIdx.x / 2; item < sizes.items(); item += gridDim.x / 2) {
@@ -138,7 +138,7 @@ __device__ void load_panels(real* stages, Waits& waits, const Tiles& l, const Ti
 }
 
 // Another thread loads a tile of add to where the result will be, once the last one was read.
-__device__ void load_add(real* result, Waits& waits, const Tiles& add, const Sizes& sizes) {
+__device__ void load_add(real* result, Waits& waits, const TileMap& add, const Sizes& sizes) {
     int n = 0;
     for (int item = blockIdx.x / 2; item < sizes.items(); item += gridDim.x / 2, n++) {
         TileAt at(item, sizes);
@@ -159,7 +159,7 @@ struct Terms {
 
 // Scales the product x, adds the tile of add that is in `result` and the diagonal, and stores the
 // tile: as it is, and for both sides, unless it is on the diagonal, transposed on the other one.
-__device__ void finish(const Tiles& out, TileResult& x, const TileAt& at, real* result, int group,
+__device__ void finish(const TileMap& out, TileResult& x, const TileAt& at, real* result, int group,
                        const Terms& terms) {
     Pair y[4][4][4];
     // A lane has numbers of the diagonal in those 8 x 8 that lie on it: one of a Pair, or none
@@ -219,8 +219,8 @@ __device__ void multiply_steps(TileResult& x, const real* stages, Waits& waits, 
 
 // scales: a number of each matrix, to the power of 2 unless the kind is SYMMETRIC; or null
 template <Kind kind>
-__device__ void symmetric_product(const Tiles& out, const Tiles& l, const Tiles& r,
-                                  const Tiles& add, const float* scales, const Terms& given,
+__device__ void symmetric_product(const TileMap& out, const TileMap& l, const TileMap& r,
+                                  const TileMap& add, const float* scales, const Terms& given,
                                   const Sizes& sizes) {
     DYNAMIC_SHARED(real, stages);
     real* result = stages + STAGES * STAGE;
@@ -286,14 +286,14 @@ __device__ void symmetric_product(const Tiles& out, const Tiles& l, const Tiles&
 
 #ifdef __CUDACC__  // Clusters of two blocks. read_kernels does not know this word in a definition
 extern "C" __global__ void __cluster_dims__(2, 1, 1) matmul_gram(
-    const __grid_constant__ Tiles, const __grid_constant__ Tiles, const float* __restrict__, int,
+    const __grid_constant__ TileMap, const __grid_constant__ TileMap, const float* __restrict__, int,
     int, int, int);
 extern "C" __global__ void __cluster_dims__(2, 1, 1) matmul_gram_of_columns(
-    const __grid_constant__ Tiles, const __grid_constant__ Tiles, const float* __restrict__, int,
+    const __grid_constant__ TileMap, const __grid_constant__ TileMap, const float* __restrict__, int,
     int, int, int);
 extern "C" __global__ void __cluster_dims__(2, 1, 1) matmul_symmetric(
-    const __grid_constant__ Tiles, const __grid_constant__ Tiles, const __grid_constant__ Tiles,
-    const __grid_constant__ Tiles, const float* __restrict__, float, float, float, int, int, int,
+    const __grid_constant__ TileMap, const __grid_constant__ TileMap, const __grid_constant__ TileMap,
+    const __grid_constant__ TileMap, const float* __restrict__, float, float, float, int, int, int,
     int, int);
 #endif
 
@@ -302,7 +302,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) matmul_symmetric(
 // even number of them.
 BLOCK(384, 1)
 extern "C" __global__ void __launch_bounds__(384, 1) matmul_gram(
-    const __grid_constant__ Tiles out, const __grid_constant__ Tiles x,
+    const __grid_constant__ TileMap out, const __grid_constant__ TileMap x,
     const float* __restrict__ scales, int backwards, int matrices, int side, int length) {
     turns::symmetric::symmetric_product<turns::symmetric::ROWS>(
         out, x, x, out, scales, {1.0f, 0.0f, 0.0f, false, false},
@@ -312,7 +312,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) matmul_gram(
 // The same with x' x, of x (length,side).
 BLOCK(384, 1)
 extern "C" __global__ void __launch_bounds__(384, 1) matmul_gram_of_columns(
-    const __grid_constant__ Tiles out, const __grid_constant__ Tiles x,
+    const __grid_constant__ TileMap out, const __grid_constant__ TileMap x,
     const float* __restrict__ scales, int backwards, int matrices, int side, int length) {
     turns::symmetric::symmetric_product<turns::symmetric::COLUMNS>(
         out, x, x, out, scales, {1.0f, 0.0f, 0.0f, false, false},
@@ -324,8 +324,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) matmul_gram_of_columns(
 // and r are one array. add is not out; without with_add it is not read. s and items: as above.
 BLOCK(384, 1)
 extern "C" __global__ void __launch_bounds__(384, 1) matmul_symmetric(
-    const __grid_constant__ Tiles out, const __grid_constant__ Tiles l,
-    const __grid_constant__ Tiles r, const __grid_constant__ Tiles add,
+    const __grid_constant__ TileMap out, const __grid_constant__ TileMap l,
+    const __grid_constant__ TileMap r, const __grid_constant__ TileMap add,
     const float* __restrict__ scales, float factor, float share, float diagonal, int with_add,
     int same, int both_sides, int matrices, int side) {
     turns::symmetric::symmetric_product<turns::symmetric::SYMMETRIC>(

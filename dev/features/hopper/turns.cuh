@@ -69,7 +69,7 @@ __device__ void store_matrices_transposed(real* row, const Pair (&x)[4]) {
 
 // Starts to copy a box from shared memory to one of several matrices, from (row, c) on. TMA leaves
 // out what is beyond the matrix.
-__device__ void store_box(const Tiles* map, int c, int row, const real* box, int matrix = 0) {
+__device__ void store_box(const TileMap* map, int c, int row, const real* box, int matrix = 0) {
     asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group "
                  "[%0, {%1, %2, %3, %4}], [%5];"
                  ::"l"(map), "r"(c), "r"(0), "r"(row), "r"(matrix), "r"(shared_address(box))
@@ -92,7 +92,7 @@ __device__ void mbarrier_arrive_at(unsigned long long& mbarrier, int rank) {
 // One of the blocks, for which `ours` is true, starts to copy a box to the same place of both. Each
 // one's own mbarrier counts its bytes, which must be expected there. Coordinates as in copy_box.
 template <int rows = 64>
-__device__ void share_box(real* box, const Tiles* map, int c, int head, int row, int matrix,
+__device__ void share_box(real* box, const TileMap* map, int c, int head, int row, int matrix,
                           unsigned long long& mbarrier, bool ours) {
     if (ours)
         asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx"
@@ -110,7 +110,7 @@ constexpr int CLUSTER = 1;
 __device__ void cluster_sync() { __syncthreads(); }
 __device__ void mbarrier_arrive_at(unsigned long long& mbarrier, int) { mbarrier_arrive(mbarrier); }
 template <int rows = 64>
-__device__ void share_box(real* box, const Tiles* map, int c, int head, int row, int matrix,
+__device__ void share_box(real* box, const TileMap* map, int c, int head, int row, int matrix,
                           unsigned long long& mbarrier, bool) {
     copy_box(box, map, c, head, row, matrix, mbarrier, rows);
 }
@@ -119,7 +119,7 @@ __device__ void expect_bytes(int, unsigned long long&) {}
 
 // Loads two boxes of one matrix for both blocks: each block one of them. The second begins `right`
 // channels and `down` rows behind the first.
-__device__ void load_for_both(real* boxes, const Tiles& map, int c, int row, int matrix, int right,
+__device__ void load_for_both(real* boxes, const TileMap& map, int c, int row, int matrix, int right,
                               int down, unsigned long long& full) {
     expect_bytes(2 * BOX * sizeof(real), full);
     for (int box = 0; box < 2; box++)
@@ -203,7 +203,7 @@ __device__ float high(Pair two) { return __uint_as_float(two & 0xffff0000); }
 
 // When all threads of the warpgroup have left their part of the result, one has TMA store it.
 __device__ void store_tile(
-    const Tiles& to, int row, int column, const real* result, int group, int matrix = 0) {
+    const TileMap& to, int row, int column, const real* result, int group, int matrix = 0) {
     shared_written();
     warpgroup_sync(group);
     if (threadIdx.x % 128 == 0) {

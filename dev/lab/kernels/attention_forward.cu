@@ -220,7 +220,7 @@ extern "C" __global__ void __launch_bounds__(128) attention_forward4(real* __res
             float now = maximum[half];
 #pragma unroll
             for (int n = 0; n < TILE / 8; n++) now = fmaxf(now, fmaxf(scores[n][2 * half], scores[n][2 * half + 1]));
-            now = quad_max(now);
+            now = warp_max<4>(now);
             float shrink = power_of_2(scale2 * (maximum[half] - now));
             maximum[half] = now, total[half] *= shrink;
 #pragma unroll
