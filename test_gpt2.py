@@ -1,317 +1,249 @@
-"""Test the trainer: every kernel against its formula in NumPy, the model against PyTorch's numbers.
+"""Test the trainer: each kernel against NumPy, then the whole model against PyTorch's numbers.
 
-    python test_gpt2.py                            # everything, on the CPU, and on a GPU if any
-    python test_gpt2.py --kernels                  # only the kernels, for a sanitizer
-    python test_gpt2.py --only gelu_forward        # only one of them, for a debugger
-    python test_gpt2.py --checkpoint A --state B   # only this dump, of llm.c or torch_reference.py
+    python test_gpt2.py                                         # all, on a GPU if there is one
+    python test_gpt2.py --device emulated --only gelu_forward   # a kernel, on a CPU
+    python test_gpt2.py --checkpoint gpt2_124M.bin --state gpt2_124M_debug_state.bin
 
-It prints a line for each check, and then `N passed, N failed`; the exit status is 1 if any failed.
-The inputs of each kernel, and its formula, are in dev/lab/kernels/; `python -m dev.lab --check`
-checks the slower versions too. The tests of a step (dev/tests/steps.py), of files, of the CPU, of
-the GPU's own features, and of the command line (dev/tests/test_*.py) run as well; `pytest dev` runs
-all tests of dev/. On the CPU both kernels.cu itself (--device emulated) and its loops (--device
-cpu) are tested. On a GPU both the plain and the fast device are; they have the same kernels, which
-are tested once.
+It prints a line for each comparison, and exits with 1 if any failed. It needs train_gpt2.py,
+kernels.cu, two files of dev/fixtures, and a GPU; or a CPU and dev/. dev/tests has more tests.
 """
-import functools
-import importlib
-import os
-import sys
+import itertools
 from pathlib import Path
-from types import SimpleNamespace
-from unittest import mock
 
 import numpy as np
 
-from dev.common.bf16 import joined, to_bf16
-from dev.common.config import Config, read_parameters
-from dev.cpu.emulated import Emulated
-from dev.features.seams import GPT2
-from dev.gpt2_numpy import forward, mean_loss
-from dev.gpt2_numpy_backward import loss_and_gradients
-from dev.lab.bench import Bench
-from dev.lab.formulas import (attention, cross_entropy, dattention, dcross_entropy, dgelu,
-                              dlayernorm, gelu, layernorm)
-from dev.lab.kernels.adamw import halves
-from dev.lab.ladder import bf16, config_of, f32, find_ladder, model_of, parse_sizes, stored
-from dev.tests.checks import (EXACT, TINY, check, finite_difference, normal, run, run_file,
-                              summary, words)
-from dev.tests.models import (ATTENTION, FIXTURES, LIMITS, LOWER, check_dump, check_kernels,
-                              check_launched, device_of, each_device, each_kind, places_of, poison,
-                              read_debug_state, read_flags)
-from dev.tests.steps import check_steps
-from train_gpt2 import BF16, HERE, LOW, UserError, kept_as, to_float, whole_shape
+from train_gpt2 import (BF16, GPT2, HEADER_BYTES, HERE, Cuda, FastCuda, FileKind, Parser, add_flag,
+                        carve, check_size, kept_as, pack_batch, read_header, read_parameters,
+                        run_main, sizes_of_file, to_float)
 
-MOMENTS = HERE / "dev/features/moments.cu"
+KERNEL_LIMIT = 1e-5  # a relative error, of what a kernel stores in fp32
+BF16_LIMIT = 2.2e-3  # in bf16: rounding to its 8 bits gives 1.5e-3, cutting off 3e-3
+ATTENTION_LIMITS = {"fp32": 5e-5, "tf32": 2e-3, "bf16": 8e-3}  # it rounds on the way
+MODEL_LIMITS = {"fp32": 2e-5, "tf32": 3e-3, "bf16": 3e-2}  # so does a model, more often
+results = []  # of all comparisons: did they pass?
 
 
-# ---- The formulas: each gradient against finite differences; and rounding
+def compare(device, title, rows):
+    """Print a line for each (name, array or number, truth), or with a limit of its own."""
+    for name, found, wish, *limit in rows:
+        found, wish = device.get(found), np.float64(wish)
+        [limit] = limit or [BF16_LIMIT if found.dtype == BF16 else KERNEL_LIMIT]
+        off = to_float(found) - wish
+        error = np.linalg.norm(off) / np.linalg.norm(wish)
+        results.append(bool(error <= limit))  # False for a NaN
+        line = f"{title + ' ' + name:40} error {error:.1e}, limit {limit:.1e}"
+        if not results[-1]:
+            at = np.unravel_index(np.argmax(abs(off)), off.shape)
+            line += f"; {[*map(int, at)]} is off by {off[at]:.3g} from {wish[at]:.6g}"
+        print("OK  " if results[-1] else "FAIL", line, flush=True)
 
 
-def finite_differences():
-    qkv, targets = [normal(2, 9, 6) for _ in range(3)], words(11, 5)
-    for name, f, df, inputs in (
-            ("gelu", gelu, lambda *x: [dgelu(*x)], [3 * normal(200)]),
-            ("layernorm", layernorm, dlayernorm, [normal(5, 32), normal(32), normal(32)]),
-            *((f"{kind} attention", *(functools.partial(f, kind) for f in (attention, dattention)),
-               qkv) for kind in ("softmax", "relu")),
-            ("cross entropy", functools.partial(cross_entropy, targets),
-             lambda *x: [dcross_entropy(targets, *x)], [normal(5, 11)])):
-        yield finite_difference(name, f, df, *inputs)
+# ---- Each kernel: the model launches it on random numbers, and NumPy has its formula
+
+B, T, V, NH, HS = 2, 70, 300, 12, 64  # rows and heads as in GPT-2 124M
+N, C = B * T, NH * HS
+SIZES = GPT2.Config(maxT=80, V=V, L=1, NH=NH, C=C, Vp=384)
 
 
-def rounding():
-    """Devices store the nearest bfloat16; a number halfway between two goes to the even one."""
-    half_way = np.float32(1 + np.arange(512) / 256)
-    x = f32(np.r_[10 ** np.linspace(-30, 30, 10**5) * normal(10**5), half_way,
-                  np.nextafter(half_way, 0), -half_way, 0])
-    yield "of an fp32", to_float(to_bf16(x)), bf16(x), EXACT
+def small_model(device):
+    """A model in the second micro-batch of a step, where gradients of parameters are added to."""
+    m = GPT2(SIZES, device, B, T)
+    for arena in (m.arenas["activations"], m.arenas["backward"]):
+        device.put(arena, np.full(arena.nbytes, 255, np.uint8))  # NaN, until a kernel has written
+    m.rng = np.random.default_rng(1337)
+    m.words = m.rng.integers(V, size=(2, N))  # tokens, targets
+    m.words[0, ::2] = 7  # encoder_backward_wte sums long runs in another way than short ones
+    m.set_batch(pack_batch(*m.words.reshape(2, B, T)))
+    m.micro = 1
+    return m
 
 
-def two_halves():
-    """Joining the two halves of an fp32 gives it back: every upper half, with the lower halves
-    where the rounding changes."""
-    bits = (np.arange(2**16, dtype=np.uint32)[:, None] << 16 | LOWER).reshape(-1)
-    x = bits.view(np.float32)
-    nan, finite = np.isnan(x), np.isfinite(x)
-    upper, low = (kept_as(x, kind) for kind in (BF16, LOW))
-    together = joined(upper, low)
-    yield "together", together.view(np.uint32)[~nan], bits[~nan], EXACT
-    kept = np.isnan(to_float(upper)[nan]).all() and np.isnan(together[nan]).all()
-    check("halves: of a NaN", kept)
-    wishes = halves(x[finite].astype(np.float64))
-    for name, found, wish in zip(("upper", "lower"), (upper, low), wishes):
-        yield name, found[finite], wish, EXACT
+def draw(m, *arrays):
+    """Fill arrays of the device with random numbers. Yields these as stored, in float64."""
+    for array in arrays:
+        values = kept_as(np.float32(m.rng.normal(0.5, 2, array.shape)), array.dtype)
+        m.device.put(array, values)
+        yield np.float64(to_float(values))
 
 
-# ---- Each kernel against its formula, at all sizes of its .py in dev/lab/kernels/
-
-KERNELS = (
-    "encoder_forward", "encoder_backward", "layernorm_forward", "fused_residual_forward",
-    "layernorm_again", "layernorm_backward", "matmul_backward_bias", "attention_forward",
-    "relu_attention_forward", "attention_backward", "gqa_forward", "gqa_backward", "gelu_forward",
-    "gelu_backward", "crossentropy_forward", "classifier_fused", "global_norm", "add_loss", "judge",
-    "adamw", "adamw_bf16")
-# C and NH. The first are the fixture's and SMALL_MODEL's, and are compiled with all kernels.
-COMPILED_FOR = (64, 2), (32, 1), (96, 16), (96, 32), (768, 12), (768, 6), (144, 2), (1600, 16)
-
-
-AS_TURING = (  # heads of 64 and of 6 channels, whole tiles and parts of one
-    ("gqa_forward", "B=1,T=130,NH=4,NKV=2,HS=64,with_lse=1"),
-    ("gqa_forward", "B=2,T=37,NH=1,NKV=1,HS=6,relu=1"),
-    ("gqa_backward", "B=1,T=70,NH=2,NKV=1,HS=64"),
-    ("gqa_backward", "B=2,T=37,NH=1,NKV=1,HS=6,relu=1"))
-AS_HOPPER = (  # heads of 64 to 128 channels, whole tiles and parts of one
-    ("gqa_forward", "B=1,T=1,NH=1,NKV=1,HS=64,with_lse=1"),
-    ("gqa_forward", "B=1,T=130,NH=4,NKV=2,HS=64,with_lse=1"),
-    ("gqa_forward", "B=2,T=70,NH=1,NKV=1,HS=64,relu=1"),
-    ("gqa_forward", "B=2,T=70,NH=2,NKV=2,HS=80,with_lse=1"),
-    ("gqa_forward", "B=1,T=150,NH=4,NKV=2,HS=96,relu=1"),
-    ("gqa_forward", "B=1,T=70,NH=2,NKV=1,HS=72,with_lse=1"),
-    ("gqa_forward", "B=1,T=330,NH=1,NKV=1,HS=128,with_lse=1"),
-    ("gqa_backward", "B=1,T=1,NH=1,NKV=1,HS=64"),
-    ("gqa_backward", "B=1,T=200,NH=4,NKV=2,HS=64"),
-    ("gqa_backward", "B=2,T=70,NH=1,NKV=1,HS=64,relu=1"),
-    ("gqa_backward", "B=2,T=150,NH=2,NKV=2,HS=80"),
-    ("gqa_backward", "B=1,T=200,NH=4,NKV=2,HS=96,relu=1"),
-    ("gqa_backward", "B=1,T=70,NH=2,NKV=1,HS=72"),
-    ("gqa_backward", "B=1,T=330,NH=1,NKV=1,HS=128"),
-    ("gqa_backward", "B=1,T=330,NH=2,NKV=1,HS=128"))
+def embedding(m):
+    p, g, dx = m.params, m.grads, m.back.dresidual
+    wte, wpe, dwte, dwpe, dout = draw(m, p.wte, p.wpe, g.wte, g.wpe, dx)
+    m.embedding_forward()
+    yield "x", m.acts.residual, wte[m.words[0]] + np.tile(wpe[:T], (B, 1))
+    m.embedding_backward()
+    np.add.at(dwte, m.words[0], dout)
+    dwpe[:T] += dout.reshape(B, T, C).sum(0)
+    yield "dwte", g.wte, dwte
+    yield "dwpe", g.wpe, dwpe
 
 
-AS = {"bf16": ("Hopper", AS_HOPPER), "fp32": ("Turing", AS_TURING)}
+def norm(m):
+    y, x, dx, dinp = m.layers[0][0].ln2, m.acts.residual, m.back.dresidual, m.back.dinp
+    w, b, dw, db, old_dx, dout = draw(m, y.w, y.b, y.dw, y.db, dx, dinp)
+    inp = sum(draw(m, x, m.acts.branch))
+    m.norm_forward(y, m.acts.branch)
+    mean, rstd = inp.mean(1, keepdims=True), 1 / np.sqrt(inp.var(1, keepdims=True) + 1e-5)
+    yield "x", x, inp
+    yield "inp", y.inp, inp
+    yield "out", y.out, (inp - mean) * rstd * w + b
+    m.norm_backward(dx, dinp, y)
+    norm, dnorm = (to_float(m.device.get(y.inp)) - mean) * rstd, dout * w
+    average, along = (x.mean(1, keepdims=True) for x in (dnorm, dnorm * norm))
+    yield "dx", dx, old_dx + rstd * (dnorm - average - norm * along)
+    yield "dw", y.dw, dw + (dout * norm).sum(0)
+    yield "db", y.db, db + dout.sum(0)
 
 
-def test_as_on(device_name, dtype, only=None):
-    """Attention on the CPU as on a GPU whose kernels differ. Hopper's has wgmma in C++: a missing
-    wait gives NaN. Turing's has products without tensor cores. On a GPU the same sizes, with its
-    own kernels."""
-    devices, (gpu, cases) = {}, AS[dtype]
-    for name, text in cases:
-        kernel, sizes = find_ladder(name), parse_sizes(text)
-        if only not in (None, name):
-            continue
-        model = model_of(kernel, sizes)
-        try:
-            if device_name == "cuda":
-                devices[model] = device_of("cuda", dtype, model.C, model.NH, plain=False,
-                                           group=model.group, relu=model.relu)
-            elif model not in devices:
-                flags = f"{os.environ.get('CXXFLAGS', '')} -D{gpu.upper()}"
-                with mock.patch.dict(os.environ, CXXFLAGS=flags):
-                    devices[model] = Emulated(dtype, config_of(*model), only=ATTENTION)
-            version = next(version for version in kernel.versions if version.trainer)
-            verdict = Bench(kernel, devices[model], sizes).check(version, {})
-            check(f"{name} {text} as on {gpu}:", verdict.place is None, verdict)
-        except Exception as e:
-            check(f"{name} {text} as on {gpu}:", False, f"{type(e).__name__}: {e}")
+def heads(x):  # (N,n*C) -> (n,B,NH,T,HS)
+    return x.reshape(B, T, -1, NH, HS).transpose(2, 0, 3, 1, 4)
 
 
-# ---- Matrix products
+def attention(m):
+    a, dqkv, dinp = m.layers[0][1], m.back.dqkv, m.back.dinp
+    q, k, v, dout = np.concatenate([*map(heads, draw(m, a.qkv, dinp))])  # (B,NH,T,HS) each
+    m.attention_forward(a.atty, a.lse, a.qkv)
+    m.attention_backward(dqkv, dinp, a.atty, a.lse, a.qkv)
+    S = np.where(np.tri(T), q @ k.swapaxes(2, 3) / np.sqrt(HS), -np.inf)  # (B,NH,T,T)
+    P = np.exp(S - np.logaddexp.reduce(S, 3, keepdims=True))
+    dP = dout @ v.swapaxes(2, 3)
+    dS = P * (dP - (P * dP).sum(3, keepdims=True)) / np.sqrt(HS)
+    truths = [dS @ k, dS.swapaxes(2, 3) @ q, P.swapaxes(2, 3) @ dout]
+    yield "out", heads(a.atty)[0], P @ v, ATTENTION_LIMITS[m.device.dtype]
+    yield "dq, dk, dv", heads(dqkv), truths, ATTENTION_LIMITS[m.device.dtype]
 
 
-def matmul(device, M, K, N):
-    """The products of a linear layer x (M,K) @ w (N,K).T + bias (N), forward and backward, with
-    and without GELU."""
-    real, fp32 = device.real, np.float32
-    # In bf16, cuBLAS may round the product before it adds the bias, and then again.
-    limit = [] if device.dtype == "fp32" else [3e-3]
-    x, w, bias = (normal(*shape) for shape in ((M, K), (N, K), (N,)))
-    dout, dw, h = (normal(*shape) for shape in ((M, N), (N, K), (M, K)))
-    if real == BF16:
-        x, w, bias, dout, h = map(bf16, (x, w, bias, dout, h))
-
-    def nan(*shape):
-        return np.full(shape, np.nan)
-
-    def array(values, dtype=real):
-        memory = device.empty(values.size * np.dtype(dtype).itemsize)
-        on_device = memory.view(dtype).reshape(values.shape)
-        device.put(on_device, stored(values, dtype))
-        return on_device
-
-    for name, out, expected, *factors in (
-            ("x @ w.T", array(nan(M, N)), x @ w.T, array(x), array(w).T),
-            ("x @ w.T + bias", array(nan(M, N)), x @ w.T + bias, array(x), array(w).T, array(bias)),
-            ("dout @ w", array(nan(M, K)), dout @ w, array(dout), array(w)),
-            ("dout.T @ x", array(nan(N, K), fp32), dout.T @ x, array(dout).T, array(x)),
-            ("+= dout.T @ x", array(dw, fp32), dw + dout.T @ x, array(dout).T, array(x))):
-        device.matmul(out, *factors, accumulate="+=" in name)
-        yield name, device.get(out), expected, *limit
-    if N % 32 == 0:  # as GELU's channels are in a model
-        out, activated = array(nan(M, N)), array(nan(M, N))
-        device.matmul(out, array(x), array(w).T, array(bias), gelu=activated)
-        yield "x @ w.T + bias, with its GELU", device.get(out), x @ w.T + bias, *limit
-        yield "gelu(x @ w.T + bias)", device.get(activated), gelu(x @ w.T + bias), *limit
-    if K % 32 == 0:
-        out = array(nan(M, K))
-        device.matmul(out, array(dout), array(w), dgelu_at=array(h))
-        yield "dout @ w * gelu'(h)", device.get(out), dgelu(dout @ w, h), *limit
+def hidden(m):
+    y, a = m.layers[0]
+    db, x, dout = draw(m, y.fc.db, a.fch, a.fch_gelu)
+    m.bias_backward(a.fch, y.fc)
+    yield "db", y.fc.db, db + x.sum(0)
+    g = (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))) / 2
+    slope = np.sqrt(8 / np.pi) * (1 + 3 * 0.044715 * x**2)
+    m.device.launch("gelu_backward", x.size, a.fch_gelu, a.fch, *x.shape)
+    yield "dgelu", a.fch_gelu, dout * (g + x * g * (1 - g) * slope)
+    m.device.launch("gelu_forward", x.size, a.fch_gelu, a.fch, *x.shape)
+    yield "gelu", a.fch_gelu, x * g
 
 
-# ---- The whole forward pass against dev/gpt2_numpy.py, and that against PyTorch
-
-FORWARD = ("encoder_forward", "residual_layernorm_forward", "attention_forward", "gelu_forward",
-           "fused_classifier", "add_loss")
-HARD = {  # (mean, deviation) of these parameters; the others have (0, 0.2)
-    "wte": (0, 0.5), "wpe": (6, 1),  # the stream's mean is five times its deviation
-    "ln1w": (1, 0.5), "ln1b": (1, 0.5), "ln2w": (1, 0.5), "ln2b": (-1, 0.5),
-    "qkvb": (1, 1), "fcb": (-1, 1),
-    "lnfw": (4, 2), "lnfb": (-1, 1)}  # logits of 15 and more, so that softmax saturates
-
-
-def in_numpy(c, tensors, tokens, targets):
-    """Logits (B,T,V) and the mean loss by dev/gpt2_numpy.py, given the tensors of a checkpoint."""
-    p = SimpleNamespace(**{name: np.float64(to_float(values)) for name, values in tensors})
-    p.wte = p.wte[: c.V]
-    logits = np.stack([forward(p, sequence, c.NH) for sequence in tokens])
-    return logits, mean_loss(targets.reshape(-1), logits.reshape(-1, c.V))
+def classifier(m):
+    [logits] = draw(m, m.acts.logits)
+    target = np.arange(N), m.words[1]
+    log_sum = np.logaddexp.reduce(logits[:, :V], 1)
+    m.loss_forward(slice(0, N), m.acts.logits, with_gradient=True)
+    yield "losses", m.acts.losses, log_sum - logits[target]
+    dlogits = np.exp(logits - log_sum[:, None])
+    dlogits[target] -= 1
+    dlogits[:, V:] = 0  # the padding
+    yield "dlogits", m.acts.logits, dlogits / N
 
 
-def numpy_beside_pytorch():
-    """dev/gpt2_numpy.py and its backward pass give the logits, the loss and the gradients of the
-    fixture that PyTorch wrote."""
-    c = Config.from_file(TINY)
-    truth = read_debug_state(FIXTURES / "gpt2_tiny_debug_state.bin", c)
-    logits, loss = in_numpy(c, read_parameters(TINY, c), truth.x, truth.y)
-    yield "logits", logits, truth.logits, 1e-7
-    yield "loss", loss, truth.loss, 1e-7
-    p = SimpleNamespace(**{name: np.float64(to_float(values))
-                           for name, values in read_parameters(TINY, c)})
-    p.wte = p.wte[: c.V]
-    both = [loss_and_gradients(p, x, y, c.NH) for x, y in zip(truth.x, truth.y)]
-    yield "loss of each sequence", np.mean([one for one, _ in both]), truth.loss, 1e-7
-    for name, wish in truth.gradients.items():
-        found = sum(getattr(g, name) for _, g in both) / len(both)
-        yield f"d{name}", found, wish[: len(found)], 1e-7
+def update(m):
+    m1 = m2 = 0
+    table, arenas = m.config.parameter_table(), m.arenas
+    decay = 0.1 * np.repeat([row.decay for row in table], [row.size for row in table])
+    p = np.float32(m.rng.normal(0.5, 2, len(decay)))
+    m.set_parameters(vars(carve(p.view(np.uint8), table)).items())
+    for step in (1, 2, 3):
+        g, losses = draw(m, arenas["gradients"].view(np.float32), m.acts.losses)
+        clip = np.linalg.norm(g) / 3
+        m.start_step(0.5, beta1=0.9, beta2=0.95, eps=0.1, weight_decay=0.1, clip=clip)
+        m.device.launch("add_loss", 1, m.adam.verdict, m.acts.losses, 1 / N, N, False)
+        m.update_pass()
+        m1 = 0.9 * m1 + 0.1 * g / 3
+        m2 = 0.95 * m2 + 0.05 * g**2 / 9
+        change = m1 / (1 - 0.9**step) / (np.sqrt(m2 / (1 - 0.95**step)) + 0.1)
+        p = p - 0.5 * (change + decay * p)
+    yield "norm, loss", np.divide(m.verdict()[:2], (3 * clip, losses.mean())), (1, 1)
+    yield "m", arenas["adam m"].view(np.float32), m1
+    yield "v", arenas["adam v"].view(np.float32), m2
+    yield "p", arenas["parameters"].view(m.device.real), p
 
 
-def forward_pass(device, C, NH):
-    """Logits and loss of GPT2.forward, with the logits in four parts, against NumPy's."""
-    B, T = 2, 37
-    c = Config(maxT=41, V=251, L=2, NH=NH, C=C, Vp=288)
-    with mock.patch("train_gpt2.LOGIT_ROWS", 16):
-        model = GPT2(c, device, B, T)
-    poison(model, "activations")
-    for row in c.parameter_table():
-        mean, std = HARD.get(row.name, (0, 0.2))
-        model.set_parameters([(row.name, np.float32(mean + std * normal(*whole_shape(row))))])
-    tensors = [(name, device.get(array)) for name, array in vars(model.params).items()]  # rounded
-    tokens, targets = words(c.V, 2, B, T)
-    logits, loss = in_numpy(c, tensors, tokens, targets)
-    with mock.patch("train_gpt2.LOGIT_ROWS", 16):
-        # in the mean loss, the errors of single tokens average out
-        yield "loss", model.forward(tokens, targets), loss, LIMITS[device.dtype] / 5
-    assert len(model.slices) == 4, model.slices
-    found = [to_float(device.get(model.head_forward(rows)))[:, : c.V] for rows in model.slices]
-    yield "logits", np.concatenate(found).reshape(logits.shape), logits, LIMITS[device.dtype]
+CHECKS = {  # each with the kernels that it tests
+    embedding: {"encoder_forward", "encoder_backward_wte", "encoder_backward_wpe"},
+    norm: {"residual_layernorm_forward", "layernorm_backward", "add_partials"},
+    attention: {"attention_forward", "attention_backward_q", "attention_backward_kv"},
+    hidden: {"matmul_backward_bias", "add_partials", "gelu_backward", "gelu_forward"},
+    classifier: {"fused_classifier"},
+    update: {"add_loss", "global_norm", "judge", "adamw"}}
+
+# ---- The whole model: logits, loss, gradients, and ten updates, against PyTorch
+
+FIXTURES = next(filter(Path.exists, (HERE / "dev/fixtures", HERE)))
+STATE = FileKind("debug state", 20240327, (2,), "llm.c or dev/bench/torch_reference.py writes one")
+LOSSES = {  # by the checkpoint's name: AdamW's settings, ten losses, and how far off in fp32
+    "gpt2_tiny": (dict(learning_rate=1e-3, beta2=0.95, weight_decay=0.1), (
+        7.0792864, 6.2861720, 5.6258775, 5.0554791, 4.5513761, 4.0943503, 3.6675866, 3.2630490,
+        2.8814190, 2.5259975), 1e-5),
+    "gpt2_124M": (dict(learning_rate=1e-4, weight_decay=0.01), (  # from llm.c's test_gpt2.c
+        5.270007, 4.059707, 3.375123, 2.800783, 2.315382, 1.849029, 1.394656, 0.999147, 0.624080,
+        0.376511), 1e-2)}
 
 
-# ---- The program
+def whole_model(device, c, checkpoint, state):
+    B, T = read_header(state, STATE)[2:4]
+    sizes = [2 * B * T, B * T * c.V, 1, *(row.size for row in c.parameter_table())]
+    check_size(state, STATE, HEADER_BYTES + 4 * sum(sizes))
+    numbers = np.fromfile(state, np.float32, offset=HEADER_BYTES)
+    batch, logits, loss, *gradients = np.split(numbers, np.cumsum(sizes)[:-1])
+    batch = batch.view(np.int32).reshape(2, B, T)  # tokens, targets
+    m, limit = GPT2(c, device, B, T), MODEL_LIMITS[device.dtype]
+    m.set_parameters(read_parameters(checkpoint, c))
+    yield "loss", np.float64(m.forward(*batch)), loss[0], limit
+    yield "logits", m.acts.logits[:, : c.V], logits.reshape(-1, c.V), limit
+    m.loss_pass(with_gradient=True)
+    m.backward_pass()
+    for row, gradient in zip(c.parameter_table(), gradients):
+        yield f"d{row.name}", getattr(m.grads, row.name).reshape(-1), gradient, limit
+    settings, losses, bound = LOSSES.get(Path(checkpoint).stem, ({}, (), 0))
+    bound = bound if device.dtype == "fp32" else 1e-2
+    for step, loss in enumerate(losses, 1):  # a fast GPU runs, records and replays them
+        m.train_step(pack_batch(*batch), **settings)
+        yield f"loss of step {step}", np.float64(m.verdict().loss), loss, bound / loss
 
-OTHERS = "files", "cpu", "gpu", "command_line"  # these files of dev/tests are tested, too
-# All tests of a dtype, on two cores, if no kernel is compiled yet. The rest takes a minute more.
-MINUTES = {"emulated": {"fp32": 1.5, "tf32": 0.3, "bf16": 2}, "cpu": dict.fromkeys(LIMITS, 0.3),
-           "cuda": dict.fromkeys(LIMITS, 2)}
+
+FLAGS = [  # as train_gpt2.py's
+    (None, "--device", ("cuda", "emulated", "cpu"), None, "emulated: kernels.cu; cpu: its loops"),
+    (None, "--dtype", (*MODEL_LIMITS,), None, "only this one"),
+    (None, "--only", (*sorted(set().union(*CHECKS.values())),), None, "only this kernel's check"),
+    (None, "--checkpoint", "name", FIXTURES / "gpt2_tiny.bin", "of --state"),
+    (None, "--state", "name", None, "a debug state: only the whole model is compared with it")]
 
 
-def say_how_long(flags):
-    """Print about how long all tests take."""
-    minutes = 1 + sum(MINUTES[name][dtype] for name, dtype in places_of(flags))
-    print(f"about {minutes:.0f} minutes; in one, pytest dev -m fast tests the most important",
-          flush=True)
-
-
-def test_device(device_name, dtype, plain):
-    """Matrix products, the forward pass, and the dumps that are here."""
-    where = device_name, dtype, plain, GPT2
-    for sizes in ((1, 1, 1), (27, 96, 288), (40, 768, 257), (300, 6, 32)):
-        run(f"{dtype} matmul {sizes}", matmul, device_of(device_name, dtype, 64, 2, plain), *sizes)
-    for C, NH in ((64, 2), (96, 32)):  # heads of 32 channels, and of 3
-        device = device_of(device_name, dtype, C, NH, plain, only=None if C == 64 else FORWARD)
-        run(f"{dtype} forward, C={C}, NH={NH},", forward_pass, device, C, NH)
-    for state in ("gpt2_tiny", "gpt2_tiny_relu"):
-        # A loss moves by 1.5e-5 or more if one tensor is decayed wrongly, by 0.4 without the bias
-        # correction, and by 1e-6 through rounding.
-        check_dump(where, TINY, FIXTURES / f"{state}_debug_state.bin", fp32_bound=1e-5)
-    if Path("gpt2_124M.bin").exists() and Path("gpt2_124M_debug_state.bin").exists():
-        check_dump(where, "gpt2_124M.bin", "gpt2_124M_debug_state.bin")
+def make_device(kind, dtype, c, only=None):  # only: the kernels to emulate
+    if kind in (Cuda, FastCuda):
+        return kind(dtype, c)
+    from dev.features.devices import on_cpu
+    return on_cpu(kind, dtype, c, only)
 
 
 def main():
-    flags = read_flags("Compare train_gpt2.py with independent truths.", KERNELS)
-    kernels = flags.kernels or flags.only
-    once = not (kernels or flags.state) and flags.dtype in (None, "fp32")  # tests without a dtype
-    if once:
-        say_how_long(flags)
-        run("gradient of", finite_differences)
-        run("rounding", rounding)
-        run("halves", two_halves)
-        run("NumPy beside PyTorch:", numpy_beside_pytorch)
-    for name, dtype in each_device(flags):
-        if not flags.state:
-            check_kernels(name, dtype, KERNELS, COMPILED_FOR, flags.only)
-            if dtype in AS and name != "cpu" and (name, dtype) != ("cuda", "fp32"):
-                test_as_on(name, dtype, flags.only)
-        if kernels:
-            continue
-        for plain in each_kind(flags, name, dtype):
-            if flags.state:
-                where = name, dtype, plain, GPT2
-                check_dump(where, flags.checkpoint, flags.state, flags.attention)
-            else:
-                test_device(name, dtype, plain)
-                check_steps(name, dtype, plain)
-    if once:
-        check_launched([*Config.SOURCES, MOMENTS])
-    for module in OTHERS if once else ():
-        run_file(importlib.import_module(f"dev.tests.test_{module}"),
-                 "cuda" if name == "cuda" else "emulated")
-    return summary()
+    parser = Parser(description="Compare train_gpt2.py with NumPy and PyTorch.")
+    for row in FLAGS:
+        add_flag(parser, *row)
+    flags = parser.parse_args()
+    name = flags.device or "cuda"
+    try:
+        import cupy
+        cupy.cuda.runtime.getDeviceCount()
+    except Exception:  # CuPy or a GPU is missing
+        name = flags.device or ("emulated" if (HERE / "dev/cpu").exists() else "cuda")
+    kinds = [Cuda, FastCuda] if name == "cuda" else [name]
+    for kind, dtype in itertools.product(kinds, [flags.dtype] if flags.dtype else MODEL_LIMITS):
+        print(f"--- {getattr(kind, '__name__', kind)}, {dtype}")
+        for check, kernels in CHECKS.items():
+            if not flags.state and flags.only in (None, *kernels):
+                device = make_device(kind, dtype, SIZES, flags.only and kernels)
+                compare(device, check.__name__, check(small_model(device)))
+        if not flags.only:
+            sizes = GPT2.Config(**sizes_of_file(flags.checkpoint))
+            device = make_device(kind, dtype, sizes)
+            state = flags.state or FIXTURES / "gpt2_tiny_debug_state.bin"
+            compare(device, "model", whole_model(device, sizes, flags.checkpoint, state))
+    print(f"{sum(results)} passed, {len(results) - sum(results)} failed")
+    return 0 if results and all(results) else 1
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except UserError as e:
-        sys.exit(f"error: {e}")
+    run_main(main)

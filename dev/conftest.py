@@ -19,8 +19,9 @@ from dev.lab import workers
 from dev.tests import checks, models, trainings
 
 # The longest files begin, so that two processes end together. Those of SPLIT are not kept whole.
-FIRST = ["test_" + x for x in "ranks programs llama3 students kills exercise races resume".split()]
-SPLIT = "test_programs", "test_llama3", "test_planted"
+FIRST = ["test_" + x for x in
+         "ranks programs trainer llama3 students kills exercise races resume".split()]
+SPLIT = "test_programs", "test_trainer", "test_llama3", "test_planted"
 
 
 def pytest_addoption(parser):

@@ -1,6 +1,7 @@
 """Devices by name, for features, tools and tests: the trainer's GPU with more CUDA files than
 kernels.cu, and --device and --graph 0, since train_gpt2.py only knows GPUs and graphs."""
 import train_gpt2
+from dev.common.config import Config
 from dev.common.cuda_source import check_arrays
 from dev.cpu.device import Cpu
 from dev.cpu.emulated import Emulated
@@ -53,6 +54,13 @@ def device_class(name, plain=False):
 def make_device(name, dtype, c, plain=False, beside=()):
     """A device; for the arguments see Cuda, Cpu and Emulated."""
     return device_class(name, plain)(dtype, c, beside)
+
+
+def on_cpu(name, dtype, c, only=None):
+    """The device "cpu" or "emulated" for the trainer's own Config. only: the kernels that are
+    emulated (default: all)."""
+    c = Config(**vars(c))
+    return Cpu(dtype, c) if name == "cpu" else Emulated(dtype, c, only=only)
 
 
 def address_of(array):

@@ -1,7 +1,7 @@
 """The formulas of kernels in NumPy and float64: the truths that kernels are compared with.
 
 df(dout, x) is the gradient of sum(dout * f(x)), or a list of gradients if there are several x.
-test_gpt2.py and dev/tests/test_llama3.py compare each gradient with finite differences of its
+dev/tests/test_trainer.py and test_llama3.py compare each gradient with finite differences of its
 function. Those of GPT-2's forward pass are in dev/gpt2_numpy.py, and imported here.
 """
 import numpy as np

@@ -1,13 +1,11 @@
 """What tests check: check(), comparisons with a truth, and that bad calls are refused.
 
-pytest runs the tests: see dev/conftest.py. test_gpt2.py uses this without pytest.
+pytest runs the tests: see dev/conftest.py.
 """
 import contextlib
-import inspect
 import io
 import os
 import re
-import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -25,7 +23,6 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(TOP), os.environ.ge
 
 EXACT = 0  # the same bits
 PACKAGES = re.findall(r"^\w+", (TOP / "dev/requirements.txt").read_text(), re.M)
-counts = {True: 0, False: 0}
 failed = []  # the lines of checks that failed
 silent = False  # pytest prints the lines of a test that fails
 
@@ -37,8 +34,7 @@ def fast(test):
 
 
 def check(name, ok, detail=""):
-    """Count a check, and print its line."""
-    counts[bool(ok)] += 1
+    """Note a check that failed, and print its line."""
     line = f"{'OK  ' if ok else 'FAIL'} {name:64} {detail}"
     if not ok:
         failed.append(line)
@@ -80,19 +76,6 @@ def run(name, test, *args):
         compare(name, test(*args))
     except Exception as e:
         check(name, False, f"{type(e).__name__}: {e}")
-
-
-def run_file(module, device_name):
-    """Run a file's tests without pytest. Each gets what its parameters name: device_name; folder,
-    one of its own."""
-    here = os.getcwd()
-    for name, test in [*vars(module).items()]:
-        if name.startswith("test_"):
-            with tempfile.TemporaryDirectory() as folder:
-                values = {"device_name": device_name, "folder": Path(folder).resolve()}
-                run(title(name), lambda test=test, values=values: test(
-                    *(values[name] for name in inspect.signature(test).parameters)))
-                os.chdir(here)
 
 
 def missing(error):
@@ -141,12 +124,6 @@ def working_in(folder):
         yield
     finally:
         os.chdir(here)
-
-
-def summary():
-    """Print how many checks have passed and failed. Returns the exit status."""
-    print(f"{counts[True]} passed, {counts[False]} failed")
-    return 1 if counts[False] else 0
 
 
 def numbers_of(tensors):

@@ -1,9 +1,8 @@
 """Models and devices for tests; checks of kernels against their formulas, and of models against
 PyTorch's tensors.
 
-test_gpt2.py and test_llama3.py use this for their two architectures.
+test_trainer.py and test_llama3.py use this for their two architectures.
 """
-import argparse
 import contextlib
 import dataclasses
 import functools
@@ -24,7 +23,7 @@ from dev.features.devices import device_class
 from dev.features.file_kinds import checked_header
 from dev.features.fp8.fp8 import fp8_device
 from dev.features.moments import SOURCE as MOMENTS
-from dev.common.gpus import GPUS, blocks_that_fit, capability, has_gpu
+from dev.common.gpus import GPUS, blocks_that_fit, capability
 from dev.common.nvrtc import compile_cuda, has_nvrtc
 from dev.features.order import FLAGS as FEATURE_FLAGS, attach
 from dev.features.recompute import LLAMA_SOURCE as RECOMPUTE_LLAMA, SOURCE as RECOMPUTE
@@ -35,8 +34,9 @@ from dev.lab.formulas import heads, transposed
 from dev.lab.ladder import (config_of, describe_choice, find_ladder, launched_by, model_of,
                             parse_sizes)
 from dev.llama3.train_llama3 import Llama3
-from dev.tests.checks import check, run
-from train_gpt2 import (HEADER_BYTES, HERE, FileKind, Row, UserError, carve, check_size, offsets,
+from dev.tests.checks import FIXTURES, check, run  # noqa: F401
+from test_gpt2 import LOSSES, MODEL_LIMITS as LIMITS, STATE
+from train_gpt2 import (HEADER_BYTES, FileKind, Row, UserError, carve, check_size, offsets,
                         pack_batch, read_kernels, replace_file, to_float, whole_shape)
 
 # Limits for a whole model. How large the errors of bf16 are depends on the model: with parameters
@@ -45,7 +45,6 @@ from train_gpt2 import (HEADER_BYTES, HERE, FileKind, Row, UserError, carve, che
 # stream. So if a dump has autocast's error of a tensor, the limit is 1.6 times that, but no less
 # than the cost of two or three roundings in a row. (A single parameter that is rounded the other
 # way can change the error by a twentieth.)
-LIMITS = {"fp32": 2e-5, "tf32": 3e-3, "bf16": 3e-2}
 AUTOCAST_MARGIN, AUTOCAST_FLOOR = 1.6, 2.5 * BF16_LIMIT
 made = {}  # {arguments of device_of: [(the device's kernels, or None for all, the device)]}
 
@@ -103,31 +102,27 @@ def rounds_alone(device_name, dtype):
     return device_name == "emulated" and dtype == "tf32"
 
 
-def check_kernels(device_name, dtype, names, models, only=None, architecture=GPT2):
-    """Check the trainer's versions of these kernels, or of `only` one: a check for each size and
-    each choice of what can be chosen. They are compiled for the one of the models, (C, NH), whose
-    sizes fit. If a dtype only rounds otherwise, the sizes are the first model's."""
+def check_kernels(device_name, dtype, names, models, architecture=GPT2):
+    """Check the trainer's versions of these kernels: a check for each size and each choice of what
+    can be chosen. They are compiled for the one of the models, (C, NH), whose sizes fit. If a dtype
+    only rounds otherwise, the sizes are the first model's."""
     wanted = []  # (kernel, version, sizes as a text, the Compiled)
     few = rounds_alone(device_name, dtype)
-    for name in [only] if only else names:
-        try:
-            kernel = find_ladder(name)
-        except Exception as e:  # from the kernel's own .py
-            check(f"{name}.py", False, f"{type(e).__name__}: {e}")
-            continue
+    for name in names:
+        kernel = find_ladder(name)
         for version in kernel.versions:
             if version.trainer and dtype in version.dtypes:
                 found = [(kernel, version, sizes, model_of(kernel, parse_sizes(sizes), models))
                          for sizes in (*kernel.checks, *kernel.trainer_checks)
                          if fits(device_name, **parse_sizes(sizes))]
-                wanted += [row for row in found if only or not few or row[3][:2] == models[0]]
+                wanted += [row for row in found if not few or row[3][:2] == models[0]]
     named, known = {}, read_kernels([*architecture.Config.SOURCES, MOMENTS, RECOMPUTE,
                                      RECOMPUTE_LLAMA])
     for kernel, _, _, model in wanted:
         named.setdefault(model, set()).add(kernel.name)
 
     def device_for(model):  # the first model's device has all kernels, since other tests share it
-        needed = None if model == models[0] and not only else launched_by(named[model], known)
+        needed = None if model == models[0] else launched_by(named[model], known)
         return device_of(device_name, dtype, model.C, model.NH, architecture=architecture,
                          only=needed, group=model.group, relu=model.relu)
 
@@ -142,18 +137,12 @@ def check_kernels(device_name, dtype, names, models, only=None, architecture=GPT
         with without_pool, noting(device, launched):
             try:
                 bench = Bench(kernel, device, parse_sizes(sizes))
-                choices = version.choices(device, few=True) if bench.fits(version) else ()
-                # The lab tries others.
-                choices = [choice for choice in choices if choice.get("threads") is None]
+                for choice in version.choices(device, few=True) if bench.fits(version) else ():
+                    if choice.get("threads") is None:  # the lab tries others
+                        verdict = bench.check(version, choice)
+                        check(f"{title} {describe_choice(choice)}:", verdict.place is None, verdict)
             except Exception as e:
                 check(title, False, f"{type(e).__name__}: {e}")
-                continue
-            for choice in choices:
-                try:
-                    verdict = bench.check(version, choice)
-                    check(f"{title} {describe_choice(choice)}:", verdict.place is None, verdict)
-                except Exception as e:
-                    check(f"{title} {describe_choice(choice)}:", False, f"{type(e).__name__}: {e}")
 
 
 def check_launched(sources):
@@ -219,17 +208,14 @@ LOWER = np.uint32([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])  # around half a unit 
 
 # ---- The whole model against a dump
 
-DEBUG_STATE = {GPT2.Config: FileKind("debug state", 20240327, (2,),
-                                     "llm.c's train_gpt2.py or dev/bench/torch_reference.py writes "
-                                     "one"),
+DEBUG_STATE = {GPT2.Config: STATE,
                Llama3.Config: FileKind("Llama 3 debug state", 20240803, (3,),
                                        "dev/bench/torch_reference.py writes one")}
 
 
 HYPERPARAMETERS = ("learning_rate", "beta1", "beta2", "eps", "weight_decay")
 LLM_C_LOSSES = [  # the 124M model's, from llm.c's fp32 tests and from its mixed-precision test
-    ((1e-4, 0.9, 0.999, 1e-8, 0.01), (5.270007, 4.059707, 3.375123, 2.800783, 2.315382, 1.849029,
-                                      1.394656, 0.999147, 0.624080, 0.376511)),
+    ((1e-4, 0.9, 0.999, 1e-8, 0.01), LOSSES["gpt2_124M"][1]),
     ((1e-4, 0.9, 0.95, 1e-8, 0.0), (5.270009, 4.060681, 3.320085, 2.717550, 2.181066, 1.653923,
                                     1.168050, 0.736873, 0.401021, 0.187493))]
 
@@ -322,62 +308,9 @@ def check_dump(where, checkpoint, state, kind=None, fp32_bound=1e-2):
         run(f"{dtype} {Path(prefix).name}", dump, device, checkpoint, state, kind, limit_of, *ten)
 
 
-FIXTURES = HERE / "dev/fixtures"
-FLAGS = [  # name, form, what it is
-    ("--device", {"choices": ("emulated", "cpu", "cuda")},
-     "only on this one: kernels.cu itself on the CPU, its loops there, a GPU (default: all)"),
-    ("--dtype", {"choices": tuple(LIMITS)}, "only with this one (default: all)"),
-    ("--plain", {"type": int, "choices": (0, 1)},
-     "on a GPU, only the plain device (1) or the fast one (0; default: both)"),
-    ("--checkpoint", {}, "the checkpoint of a dump; with --state, only this dump is compared"),
-    ("--state", {}, "the debug state of the dump"),
-    ("--attention", {"choices": ("softmax", "relu")},
-     "the dump's (default: what its losses' file says, else softmax)"),
-    ("--kernels", {"action": "store_true"}, "only the kernels"),
-    ("--only", {}, "only this kernel"),
-]
-
-
-def read_flags(description, kernels):
-    """The flags of a test program with these kernels."""
-    parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
-    for name, form, text in FLAGS:
-        parser.add_argument(name, help=text, **form,
-                            **({"choices": kernels} if name == "--only" else {}))
-    flags = parser.parse_args()
-    if bool(flags.checkpoint) != bool(flags.state) or flags.attention and not flags.state:
-        parser.error("--checkpoint and --state go together, and --attention with them")
-    return flags
-
-
 def dtypes_of(device_name):
     """Those of LIMITS that a device has: GPUs before 8.0 have fp32 alone."""
     return ["fp32"] if device_name == "cuda" and capability() < 80 else [*LIMITS]
-
-
-def places_of(flags):
-    """Each combination of (device's name, dtype) that the flags ask for."""
-    return [(name, dtype)
-            for name in ([flags.device] if flags.device else
-                         ["emulated", "cpu", *["cuda"] * has_gpu()])
-            for dtype in ([flags.dtype] if flags.dtype else dtypes_of(name))]
-
-
-def each_device(flags):
-    """Yield places_of(flags), and print a line before each."""
-    for name, dtype in places_of(flags):
-        print(f"--- {name} {dtype}")
-        yield name, dtype
-
-
-def each_kind(flags, name, dtype):
-    """Yield `plain` (1 or 0) for each kind of device that the flags ask for. A CPU has only one
-    kind."""
-    for plain in (1, 0) if name == "cuda" else (1,):
-        if name != "cuda" or flags.plain in (None, plain):
-            if name == "cuda":
-                print(f"--- {name} {dtype}, the {'plain' if plain else 'fast'} device")
-            yield plain
 
 
 def on_device(device, values):

@@ -10,7 +10,7 @@ from dev.common.config import Config
 from dev.llama3.train_llama3 import Config3
 from dev.tests.trainings import file_of, random_examples
 from prepro_tinyshakespeare import write_tokens
-from train_gpt2 import replace_file
+from train_gpt2 import replace_file, whole_shape
 
 USUAL = ("-i ../../data/part_train_*.bin -j ../../data/part_val_0.bin -b 2 -t 32 -x 4 -n 2 -v 2 -m "
          "2 -s 0 -l 1e-2 -c 0.1 -u 2 -q 0.1")
@@ -132,7 +132,7 @@ def data_files(folder):
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(1)
     for name, c in MODELS.items():
-        values = {row.name: rng.normal(row.mean, 0.05, row.whole_shape).astype("<f4")
+        values = {row.name: rng.normal(row.mean, 0.05, whole_shape(row)).astype("<f4")
                   for row in c.parameter_table()}
         for words in values.keys() & {"wte", "lm_head"}:
             values[words][c.V :] = 0  # padding

@@ -9,7 +9,7 @@ import numpy as np
 from dev.common.config import Config
 from dev.features.checkpoints.state_file import State
 from dev.llama3.train_llama3 import Config3
-from train_gpt2 import UserError
+from train_gpt2 import UserError, whole_shape
 
 LINE = re.compile(r"step +\d+/\d+ \| loss \S+ \| norm +\S+ \| lr \S+|val loss .*|HellaSwag: "
                   r".*|WARNING: step .*|outlier +\| z-scores: loss \S+ norm [^;]+")
@@ -62,7 +62,8 @@ def tensors(path, like):
     if kind == "<u2":
         numbers = (numbers.astype("<u4") << 16).view("<f4")
     for row in rows:
-        found[row.name], numbers = numbers[: row.size].reshape(row.whole_shape), numbers[row.size :]
+        found[row.name] = numbers[: row.size].reshape(whole_shape(row))
+        numbers = numbers[row.size :]
     return found | {"the shuffle": numbers}
 
 

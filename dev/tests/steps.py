@@ -14,7 +14,7 @@ from dev.lab.ladder import stored
 from dev.lab.kernels.adamw import halves
 from dev.tests.checks import EXACT, check, run, words
 from dev.tests.models import (ATTENTION, LIMITS, LOWER, SMALL_MODEL, device_of, fits, for_attention,
-                              gradients, poison, poisoned_model, rounds_alone)
+                              gradients, on_device, poison, poisoned_model, rounds_alone)
 from train_gpt2 import ADAMW, BF16, LOW, Verdict, kept_as, pack_batch, to_float
 
 
@@ -200,8 +200,7 @@ def bits_of_updates(device):
         for array in (*numbers, grads * (rate > 0), m * (rate > 0), v, np.uint64(
             [0, grads.size]), np.int32([0]), np.zeros(len(ADAMW),
                                                       np.float32), np.float32(Verdict(1, 0, 1, 0))):
-            results.append(device.empty(array.nbytes).view(array.dtype))
-            device.put(results[-1], array)
+            results.append(on_device(device, array))
         *arrays, starts, decayed, model.adam.settings, verdict = results
         GPT2.start_step(model, learning_rate=rate)
         given = arrays if len(numbers) == 2 else (arrays[0], None, *arrays[1:])
@@ -262,10 +261,7 @@ def attention_of_nan(device, T, HS):
     in_relu = for_attention(device, "relu")
 
     def array(values, dtype=real):
-        on_device = device.empty(values.size * np.dtype(dtype).itemsize).view(dtype).reshape(
-            values.shape)
-        device.put(on_device, stored(values, dtype))
-        return on_device
+        return on_device(device, stored(values, dtype))
 
     def launch(kernel, *arrays, tiled, on=device):
         a = SimpleNamespace(B=B, T=T, NH=NH, scale=HS**-0.5)

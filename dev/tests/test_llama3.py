@@ -5,8 +5,8 @@
     pytest dev/tests/test_llama3.py -k model --checkpoint FILE --state FILE  # of torch_reference.py
     python -m dev.lab rope_forward --check                        # only one kernel, for a debugger
 
-The limits, and the way that kernels are tested, are those of test_gpt2.py, which tests the kernels
-of kernels.cu.
+The limits, and the way that kernels are tested, are those of test_trainer.py, which tests those of
+kernels.cu.
 """
 import dataclasses
 import functools
@@ -39,7 +39,7 @@ def test_finite_differences():
     yield finite_difference("swiglu", swiglu, dswiglu, 3 * normal(5, 64))
 
 
-# The kernels of llama3.cu. Grouped-query attention is in kernels.cu, and test_gpt2.py tests it.
+# The kernels of llama3.cu. Grouped-query attention is in kernels.cu, and test_trainer.py tests it.
 KERNELS = ("rmsnorm_forward", "rmsnorm_again", "rmsnorm_backward", "rope_table", "rope_forward",
            "rope_backward",
            "swiglu_forward", "swiglu_backward")

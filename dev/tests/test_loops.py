@@ -13,7 +13,6 @@ from unittest import mock
 import numpy as np
 import pytest
 
-import test_gpt2
 from dev.bench import on_cpu
 from dev.common.config import Config
 from dev.common.cuda_source import parameters_of
@@ -23,9 +22,10 @@ from dev.features.declare import stack
 from dev.features.recompute import LLAMA_SOURCE as RECOMPUTE_LLAMA, SOURCE as RECOMPUTE
 from dev.features.relu_attention import ReluAttention
 from dev.features.seams import GPT2
+from dev.lab import formulas
 from dev.llama3.train_llama3 import Config3, Llama3
-from dev.tests import test_llama3
-from dev.tests.checks import EXACT, TINY, TOP, check, check_refusal, fast, normal, run, words
+from dev.tests import test_llama3, test_trainer
+from dev.tests.checks import EXACT, TOP, check, check_refusal, fast, normal, run, words
 from dev.tests.models import (FIXTURES, check_dump, check_kernels, check_launched, device_of,
                               launched, poisoned_model)
 from dev.tests.steps import check_steps
@@ -81,17 +81,17 @@ def test_table_of_kernels():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_formulas(dtype):
-    """Each loop at all sizes of the kernel lab, as test_gpt2.py tests the kernels themselves."""
+    """Each loop at all sizes of the kernel lab, as test_trainer.py tests the kernels themselves."""
     others = {"relu_attention_forward", "adamw_bf16"}  # have none
-    check_kernels("cpu", dtype, [name for name in test_gpt2.KERNELS if name not in others],
-                  test_gpt2.COMPILED_FOR)
+    check_kernels("cpu", dtype, [name for name in test_trainer.KERNELS if name not in others],
+                  test_trainer.COMPILED_FOR)
     check_kernels("cpu", dtype, test_llama3.KERNELS, test_llama3.COMPILED_FOR, architecture=Llama3)
-    for architecture, state in ((GPT2, "gpt2_tiny"), (Llama3, "llama_gqa"), (Llama3, "llama_tied")):
-        checkpoint = TINY if architecture is GPT2 else FIXTURES / f"{state}.bin"
-        check_dump(("cpu", dtype, True, architecture), checkpoint,
+    test_trainer.check_model("cpu", dtype)
+    for state in ("llama_gqa", "llama_tied"):
+        check_dump(("cpu", dtype, True, Llama3), FIXTURES / f"{state}.bin",
                    FIXTURES / f"{state}_debug_state.bin", fp32_bound=1e-5)
-        if state != "llama_tied":
-            check_steps("cpu", dtype, True, architecture)
+    for architecture in (GPT2, Llama3):
+        check_steps("cpu", dtype, True, architecture)
     # By check_steps; global_norm has no version in bf16.
     launched.update({"residual_layernorm_into", "residual_rmsnorm_into", "global_norm"})
     check_launched(SOURCES)
@@ -113,8 +113,8 @@ def test_extremes():
     nan = np.isnan(x)
     check("gelu: a NaN stays one", np.array_equal(np.isnan(out), nan)
           and np.array_equal(np.isnan(dout), nan))
-    yield "gelu", out[~nan], test_gpt2.gelu(np.float64(x[~nan])), 1e-6
-    yield "gelu's derivative", dout[~nan], test_gpt2.dgelu(1, np.float64(x[~nan])), 1e-6
+    yield "gelu", out[~nan], formulas.gelu(np.float64(x[~nan])), 1e-6
+    yield "gelu's derivative", dout[~nan], formulas.dgelu(1, np.float64(x[~nan])), 1e-6
 
     V, targets = 37, np.int32([0, 36, 5, 7])
     logits = np.float32(normal(4, 40)) * np.float32([[1], [1e4], [1], [1]])
@@ -125,10 +125,10 @@ def test_extremes():
     losses = np.empty(4, np.float32)
     device.launch("fused_classifier", 4, logits, losses, targets, 0.5, 4, V, 40, 1, 0)
     with np.errstate(invalid="ignore"):
-        wish = test_gpt2.dcross_entropy(targets, np.full(4, 0.5), truth)
+        wish = formulas.dcross_entropy(targets, np.full(4, 0.5), truth)
     check("classifier: a NaN is in the loss, -infinity too",
           np.isnan(losses[3]) and losses[2] == np.inf)
-    yield "classifier", losses[:2], test_gpt2.cross_entropy(targets[:2], truth[:2]), 1e-5
+    yield "classifier", losses[:2], formulas.cross_entropy(targets[:2], truth[:2]), 1e-5
     yield "dlogits", logits[:3, :V], wish[:3], 1e-6
     yield "padding", logits[:, V:], np.zeros((4, 3)), EXACT
 
@@ -139,7 +139,7 @@ def test_extremes():
     out, copy = np.empty((2, N, C), np.float32)
     mean, rstd = np.empty((2, N), np.float32)
     device.launch("residual_layernorm_forward", N, out, mean, rstd, copy, x, None, weight, bias, N)
-    wish = test_gpt2.layernorm(*map(np.float64, (x, weight, bias)))
+    wish = formulas.layernorm(*map(np.float64, (x, weight, bias)))
     for n, limit in enumerate((2e-6, 2e-4, 2e-6)):
         yield f"layernorm of row {n}", out[n], wish[n], limit
 
@@ -225,8 +225,8 @@ def test_products(dtype):
         device.library.omp_set_num_threads(1)
         truth = np.float64(to_float(a)) @ np.float64(to_float(b))
         biased = truth + to_float(bias)
-        wishes = (truth, biased, start + truth, biased, test_gpt2.gelu(biased),
-                  test_gpt2.dgelu(truth, np.float64(to_float(before))))
+        wishes = (truth, biased, start + truth, biased, formulas.gelu(biased),
+                  formulas.dgelu(truth, np.float64(to_float(before))))
         names = "plain", "bias", "accumulate", "before gelu", "gelu", "dgelu_at"
         for name, wish, *arrays in zip(names, wishes, *found):
             name = f"{I}x{K}x{J} {transposed}, {name}"
@@ -303,7 +303,7 @@ def test_accelerate():
         device = Cpu(dtype, Config(C=64, NH=2))
         for has in False, True:
             with mock.patch("dev.cpu.device.numpy_has_accelerate", return_value=has):
-                run(f"{dtype} matmul", test_gpt2.matmul, device, 27, 96, 288)
+                run(f"{dtype} matmul", test_trainer.matmul, device, 27, 96, 288)
         with mock.patch.object(device, "library"), mock.patch(
                 "dev.cpu.device.numpy_has_accelerate", return_value=True):
             x = made(device, (4, 4), device.real, np.eye(4))

@@ -11,12 +11,11 @@ import pytest
 
 from dev.tests.checks import TOP
 
-PROGRAMS = (  # the longest first. The other files whose tests test_gpt2 runs are among pytest's
+PROGRAMS = (  # the longest first
     "dev.lab --check --dtype fp32, sanitized", "test_gpt2 --device emulated --dtype bf16",
-    "test_gpt2 --device emulated --dtype tf32",
-    "test_gpt2 --device cpu --dtype fp32, without other files")
-LONGEST = (  # the lab has the emulated kernels in fp32, and test_gpt2 those of bf16
-    "test_gpt2 --device emulated --dtype fp32, without other files",
+    "test_gpt2 --device emulated --dtype tf32", "test_gpt2 --device cpu",
+    pytest.param("test_gpt2 --device emulated --dtype fp32", marks=pytest.mark.fast))
+LONGEST = (  # the lab has the emulated kernels in fp32
     "dev.lab --check --dtype bf16", "dev.lab --check --dtype tf32",
     "dev.tests.mutants", "dev.bench.compile_kernels", "dev.lab --check --races --dtype bf16",
     "dev.lab --check --races --dtype tf32",
@@ -41,9 +40,6 @@ def test_program(program):
         more = {"CXXFLAGS": "-O0 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all",
                 "ASAN_OPTIONS": "detect_leaks=0",
                 "LD_PRELOAD": f"{library_of('libasan.so')} {library_of('libubsan.so')}"}
-    elif how:
-        start[:2] = ["-c",
-                     "import sys, test_gpt2; test_gpt2.OTHERS = (); sys.exit(test_gpt2.main())"]
     done = subprocess.run([sys.executable, *start], cwd=TOP, env=os.environ | more, text=True,
                           errors="replace", stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     lines = done.stdout.splitlines()

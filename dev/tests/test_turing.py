@@ -1,7 +1,7 @@
 """Test what differs on a GPU of compute capability 7.5, such as a T4: only fp32, and products
 without tensor cores.
 
-test_gpt2.py tests attention as on such a GPU. capped.py runs a program as on one.
+test_trainer.py tests attention as on such a GPU. capped.py runs a program as on one.
 """
 import contextlib
 import os
