@@ -4,8 +4,9 @@ last. dev/cpu/kernels.cpp has each as a plain loop of the same name: there is wh
 here how a GPU does it. train_gpt2.py compiles this file with NVRTC, and reads the kernels' names,
 arguments and grids from it. A BLAS library multiplies the linear layers' matrices.
 
-For a first evening: all kernels before attention, each beside its loop, and attention's first page.
-Here they are in order, with their launches in a micro-batch with L layers, and what bounds them.
+For a first evening: all kernels before attention, each beside its loop, and attention's formulas.
+Skip PTX, struct Output, long runs in encoder_backward_wte, and rows that do not fit in the
+classifier. Here they are in order, with their launches in a micro-batch with L layers.
 
                              launches  threads  bound by      on an H100, TB/s
   encoder_forward            1             256  memory        2.2
@@ -15,8 +16,8 @@ Here they are in order, with their launches in a micro-batch with L layers, and 
   layernorm_backward         2L + 1        384  memory        2.7
   matmul_backward_bias       4L            256  memory
   add_partials               6L + 1        256  latency
-  gelu_forward               L             256  memory
-  gelu_backward              L             256  memory
+  gelu_forward               L or 0        256  memory        (0 in bf16: a product does it)
+  gelu_backward              L or 0        256  memory
   fused_classifier           1 to 4       1024  memory        2.9
   add_loss                   1            1024  latency
   global_norm                1 a step      512  memory        2.9
@@ -25,19 +26,17 @@ Here they are in order, with their launches in a micro-batch with L layers, and 
   attention_forward          L             128  tensor cores  302 TFLOP/s
   attention_backward_q       L             128  tensor cores  331 TFLOP/s
   attention_backward_kv      L             128  tensor cores  333 TFLOP/s
-
-Rates: 124M parameters, bf16, B = 32 (dev/RESULTS.md). A copy has 2.95 TB/s, a large product 765
-TFLOP/s.
+Rates: 124M, bf16, B = 32 (dev/RESULTS.md). A copy has 2.95 TB/s, a large product 765 TFLOP/s.
 
 Sizes: B sequences of T tokens, N = B*T rows; C channels, a multiple of 32; V words, padded to Vp;
-NH heads of HS = C/NH channels. Arrays are row-major. Parameters, activations and the latter's
-gradients are real (fp32 or bf16); the residual stream, parameters' gradients and statistics fp32.
+NH heads of HS = C/NH channels. Arrays are row-major. Parameters, activations and their gradients
+are real (fp32 or bf16); the residual stream, parameters' gradients and statistics are fp32.
 -DCHANNELS=C and -DHS=HS are compiled in: a row whose length is known can stay in registers.
 
 Rules: a kernel sets the gradient of a parameter in a step's first micro-batch, and adds to it later
 (adds); encoder_backward_wte always adds. Activations and their gradients are set, but for the
 residual stream, where two branches meet: residual_layernorm_forward adds to it, layernorm_backward
-to its gradient. The order of a sum depends on shapes and grid alone: every run gives the same bits.
+to its gradient. The order of a sum depends on shapes, tokens and grid, never on timing.
 
 Words: a warp is 32 threads, its lanes, which execute together. A block has up to 1,024 threads of a
 multiprocessor, which wait for each other at barriers and share its fast shared memory, up to 227
@@ -47,13 +46,13 @@ Most are bound by memory: an H100 has time for 80 operations in fp32 while one f
 32 lanes of a warp touch adjacent addresses, 16 bytes a lane where possible; many loads are in
 flight at once; and what a block needs twice stays in registers, shared memory or a cache.
 
-For dev/, to be skipped: GROUP is 1, RELU 0, and of struct Output only store does anything. Behind
-#ifdef __CUDACC__ is PTX, for which dev/cpu has C++ of the same names.
+For dev/: GROUP is 1, RELU 0, and of struct Output only store does anything. Behind #ifdef
+__CUDACC__ is PTX, for which dev/cpu has C++ of the same names.
 */
 
-// For the host: a block's threads, and its items along x and, with a third argument, along y. Over
-// gelu_forward BLOCK(256, W * threads) says that a thread takes W of its items, which are numbers.
-// A launch of layernorm_backward or attention chooses other threads. The compiler sees nothing.
+// For the host: a block's threads, and its items along x and along y (else 1). Over gelu_forward
+// BLOCK(256, W * threads) says that a thread takes W of its items, numbers: 16 bytes. A launch of
+// layernorm_backward or attention chooses other threads. The compiler sees nothing.
 #define BLOCK(threads, ...)
 
 // Shared memory whose size is chosen at launch. The alignment is for Hopper's swizzle.
@@ -167,8 +166,8 @@ using real = float;
 
 // LOG2_E * x is rounded, so only bf16, and attention with its larger errors, compute e^x by 2^x.
 constexpr float LOG2_E = 1.442695041f;
-// e^(x - shift): in bf16 a multiply-add and an instruction for 2^x. LOG2_E makes -infinity of
-// LOWEST.
+// e^(x - shift): in bf16 a multiply-add and an instruction for 2^x. There LOWEST gives 0, as
+// LOG2_E * LOWEST is -infinity; but for LOWEST - LOWEST, which no caller has, a NaN.
 __device__ float exponential(float x, float shift = 0.0f) {
     return sizeof(real) == 2 ? power_of_2(LOG2_E * x - LOG2_E * shift) : expf(x - shift);
 }
@@ -270,8 +269,8 @@ extern "C" __global__ void encoder_forward(
 //   block 0  adds run 0 with all its warps, then with warp w run w, if that is short: 2, 3 and 4
 //   block 1  adds run 1 with all its warps, then would add runs 32 to 63, which are empty
 //   block 2  ends, since run 2 is short and run 64 empty: so are all behind them
-// There are far fewer runs than positions, so the grid has a warp for four of these, and a block
-// goes on to i + gridDim.x. Items: N positions along x, C channels along y.
+// So turn i adds run i if it is long, then the short ones of runs 32i to 32i+31, a warp each. A
+// grid has a warp for four positions: ample. Items: N positions along x, C channels along y.
 BLOCK(1024, 128, 32 * W)
 extern "C" __global__ void __launch_bounds__(1024) encoder_backward_wte(
     float* __restrict__ dwte, const real* __restrict__ dout, const int* __restrict__ tokens,
@@ -311,7 +310,7 @@ extern "C" __global__ void __launch_bounds__(1024) encoder_backward_wte(
     }
 }
 
-// dwpe (maxT,C)[t] = the sum over b of dout (B,T,C)[b,t], or 0; += with adds. Items: maxT*C
+// dwpe (maxT,C)[t] = the sum over b of dout (B,T,C)[b,t], 0 beyond T; += with adds. Items: maxT*C
 // numbers.
 BLOCK(256, W * threads)
 extern "C" __global__ void encoder_backward_wpe(
@@ -405,12 +404,12 @@ extern "C" __global__ void __launch_bounds__(LAYERNORM_THREADS, 1) layernorm_bac
     constexpr int C = CHANNELS;
     DYNAMIC_SHARED(real, shared);
     dresidual.begin();
-    int rows = blockDim.x / ROW_THREADS, slot = threadIdx.x / ROW_THREADS;  // slot: this thread's
+    int rows = blockDim.x / ROW_THREADS, slot = threadIdx.x / ROW_THREADS;  // slot: its row in turn
     real* stages = shared + slot * 2 * 3 * C;
     auto load_row = [&](int stage, int row) {
         real* to = stages + stage * 3 * C;
         size_t start = (size_t)row * C;
-        // A thread copies what it reads itself, so no barrier is needed.
+        // Each thread reads only what it copied, so its own wait is enough.
         each_pack<W, ROW_THREADS>([&](int k, int c) {
             copy16(to + c, inp + start + c, true);
             copy16(to + C + c, dout + start + c, true);
@@ -588,16 +587,16 @@ extern "C" __global__ void gelu_backward(Output dinp, const real* __restrict__ i
 // losses (N) = -log(softmax(logits (N,Vp)[row, 0..V-1])[target]). If with_gradient, the logits
 // become their gradient, dloss * (softmax - onehot), where onehot is 1 at the target; the padding
 // becomes zeros. A block takes every gridDim.x-th row. Pass 1 finds its maximum and sum, pass 2 the
-// gradient; in between the row, 100 KB in bf16, waits in shared memory. If two_rows fit, the next
-// is loaded meanwhile. If not, only the first `kept` logits of a row are there, and pass 2 replaces
-// them by those of the next; the others come from L2, which has room for a row of each
-// multiprocessor.
+// gradient; in between the row, 100 KB in bf16, waits in shared memory:
+//   two_rows fit   this row in one stage, while the next comes to the other
+//   else           one stage has the first `kept` logits, and pass 2 starts the copies of the next
+//                  row's; the others come from L2, which has room for a row of each multiprocessor
 template <bool two_rows>
 __device__ void classify_rows(
     real* logits, float* __restrict__ losses, const int* __restrict__ targets, float dloss, int N,
     int V, int Vp, int with_gradient, int kept) {
     DYNAMIC_SHARED(real, row_cache);  // (kept), or (2, Vp)
-    auto load_row = [&](int stage, int row) {  // a thread copies what it reads itself
+    auto load_row = [&](int stage, int row) {  // a thread reads what it copied, but for the target
         for (int v = W * threadIdx.x; v < kept; v += W * blockDim.x)
             copy16(row_cache + (size_t)stage * kept + v, logits + (size_t)row * Vp + v, true);
         copies_end();
@@ -631,8 +630,8 @@ __device__ void classify_rows(
         if (threadIdx.x == 0) losses[row] = logf(sum) + top - to_float(*at(target));
         __syncthreads();  // the logit of the target has been read
         if (!with_gradient) continue;
-        // e^(x - shift) = dloss / sum * e^(x - top), but for the shift's rounding: a factor of the
-        // row.
+        // e^(x - shift) = dloss / sum * e^(x - top), but for the rounding of shift, which scales
+        // the whole row alike.
         float shift = top + logf(sum / dloss);
 #pragma unroll 4
         for (int v = W * threadIdx.x; v < Vp; v += W * blockDim.x) {
@@ -665,8 +664,8 @@ extern "C" __global__ void __launch_bounds__(1024, 1) fused_classifier(
 // the next step: so once a loss or norm was not finite, stopped stays 1, and no step updates.
 struct Verdict { float norm, loss, update, stopped; };
 
-// verdict->loss = factor times the sum of losses (N), in fixed order; or += with adds. Items:
-// blocks.
+// verdict->loss = factor times the sum of losses (N), in fixed order; or += with adds. One block:
+// a second would write the same.
 BLOCK(1024, 1)
 extern "C" __global__ void __launch_bounds__(1024) add_loss(
     Verdict* verdict, const float* __restrict__ losses, float factor, int N, int adds) {
@@ -703,7 +702,7 @@ extern "C" __global__ void global_norm(
     __threadfence();
     sum = 0.0f;
     for (int i = threadIdx.x; i < (int)gridDim.x; i += blockDim.x)
-        sum += __ldcg(gradient_norm + 2 + i);
+        sum += __ldcg(gradient_norm + 2 + i);  // from L2, where other blocks' sums are
     sum = block_reduce<warp_sum>(sum, 0.0f);
     if (threadIdx.x == 0) {
         gradient_norm[0] = sqrtf(sum);
@@ -712,7 +711,7 @@ extern "C" __global__ void global_norm(
 }
 
 // The settings of a step, in device memory because a recorded graph cannot change its arguments.
-// rate is 1 - beta, from the host: fp32's 1 - 0.999 is wrong by 1e-5. The corrections,
+// rate is 1 - beta, from the host: fp32's 1 - 0.999 is wrong in its 5th digit. The corrections,
 // 1 / (1 - beta^step), make up for moments that start at 0. A gradient whose norm exceeds clip is
 // scaled down to it; clip = 0 turns that off.
 struct AdamW {
@@ -808,7 +807,7 @@ extern "C" __global__ void adamw(
 // q, k, v (T,HS) of qkv (B,T,NH+2NKV,HS), ' for a transpose, and scale = 1/sqrt(HS):
 //   attention_forward      weight (T,T) = softmax(scale * q k') over the keys s <= t of query t
 //                          out (B,T,NH,HS) = weight v
-//   attention_backward_q   dscore = weight * (dout v' - delta), delta = the sum of out * dout
+//   attention_backward_q   dscore = weight * (dout v' - delta), delta = out * dout, summed over HS
 //                          dq = scale dscore k
 //   attention_backward_kv  dk = scale dscore' q, dv = weight' dout
 // In GPT-2 NKV = NH. That is all for a first evening; the rest is how a GPU does it.
@@ -892,7 +891,7 @@ struct Head {
 // What a block owns: B_r queries or B_r keys. With GROUP, `queries` is the first head of a group.
 struct Own {
     int first, slab_first, warp_first;  // rows: of the block, of this slab, of this warp
-    Head queries, keys, values, out;
+    Head queries, keys, values, out;  // in GPT-2 heads h, NH + h and 2 NH + h of qkv, and h of out
 };
 
 // GPUs start blocks in order: section by section of heads, and in each the longest blocks first.
@@ -941,7 +940,7 @@ __device__ Walk walk_of(int first, int end, int heads) { return {first, end, hea
 
 // ---- attention: six functions, written after the kernels ----
 //                        portable                   Hopper                     Turing
-//   in_tile              rows padded, packs moved   boxes, with packs moved    portable
+//   in_tile              rows padded or packs moved boxes, with packs moved    portable
 //   load_tile            threads start copies       thread 0 asks for boxes    copies at once
 //   wait_for_tiles       own copies, then the block mbarrier, then the block   the block
 //   multiply_transposed  done when it returns       starts: the tensor cores   portable, without
@@ -1012,7 +1011,7 @@ __device__ void each_row(F f) {
         for (int half = 0; half < 2; half++) f(Element{m, 0, 2 * half});
 }
 
-// x = the slab's rows of `tile`, which the block owns, times the transpose of another tile.
+// x = the slab's rows of `tile`, which the block owns, times the transpose of one it walks over.
 template <int columns>
 __device__ void multiply_transposed(
     Result<columns>& x, const Own& own, const real* tile, const real* other);
@@ -1105,7 +1104,8 @@ __device__ void store_rows(Output& array, Head head, const Own& own, real* tile,
 }
 
 // A block goes through its tiles in turns. Before each, wait_for_tiles is a barrier: the tile is
-// there, and nobody reads the one before any more, whose stage the next tile may take:
+// there, and nobody reads the one before any more (with OVERLAP: the one before that), whose stage
+// the next tile may take. A slab that has nothing to do in a turn still meets the others there.
 //
 //              | turn 0          | turn 1          | turn 2          |
 //     stage 0  | multiply tile 0 | tile 2 arrives  | multiply tile 2 |
@@ -1136,7 +1136,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS) attention_
     float scale2 = scale * LOG2_E;  // for 2^x instead of e^x
     int end = min(own.first + B_r, T);
     for (int key = 0, stage = 0; key < end; key += B_c, stage ^= 1) {
-        wait_for_tiles(arrivals);  // this stage is there, and nobody reads the other any more
+        wait_for_tiles(arrivals);
         if (key + B_c < end) load_keys(stage ^ 1, key + B_c);
         if (key >= own.slab_first + SLAB) continue;  // no query of the slab sees these keys
         const real *keys = stages.left(stage), *values = stages.right(stage);
@@ -1319,7 +1319,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_KV_BLOCKS) attent
 // ---- attention: the six functions, portable ----
 #if !HOPPER
 // Loads read the same column of 8 neighbouring rows at once, which should be in different banks: LD
-// exceeds HP, or packs of 8 numbers change places, in each row in another way. That takes no more
+// exceeds HP, or packs of 8 numbers change places, in each row in another way, which takes no more
 // memory: two blocks of heads of 64 fit into 100 KB. fp32's load_b conflicts two-way.
 __device__ int in_tile(int row, int c) { return row * LD + (SWIZZLED ? c ^ (row % 8 * 8) : c); }
 
@@ -1572,9 +1572,9 @@ __device__ void compute_now(Pair (&a)[4]) {
 }
 
 // wgmma_fence goes before a group of products, which see the registers as they are then;
-// wgmma_commit after it. Until wgmma_wait leaves at most `pending` groups under way, d and A's
-// registers are the tensor cores'. d goes in and out, so that the compiler moves no use across; A's
-// registers ptxas keeps itself.
+// wgmma_commit after it. Until wgmma_wait leaves at most `pending` groups under way, d (n8 =
+// columns / 8) and A's registers are the tensor cores'. d is an operand of fence and wait, so that
+// the compiler moves no use across; A's registers ptxas keeps itself.
 template <int n8>
 __device__ void wgmma_fence(float (&d)[1][n8][4]) {
 #pragma unroll
@@ -1626,8 +1626,8 @@ __device__ void wait_for_tiles(Arrivals& arrivals) {
 }
 
 // How wgmma finds a matrix in a tile. Bits 0 to 13 are its address, in units of 16 bytes; from bit
-// 16 the distance to a next box, which 64 columns do not need: the manual wants a 1; from bit 32
-// the 64 units from 8 rows of 128 bytes to the next 8; from bit 62 a 1 for the 128-byte swizzle.
+// 16 the leading byte offset, to a next box, which 64 columns do not need: a 1; from bit 32 the
+// stride byte offset, 64 units from 8 rows of 128 bytes to the next; from bit 62 a 1: swizzled.
 __device__ unsigned long long describe(unsigned address) {
     return address | 1ull << 16 | 64ull << 32 | 1ull << 62;
 }

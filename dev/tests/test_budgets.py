@@ -33,9 +33,10 @@ BUDGETS = {
     "train_gpt2.py: imports from prepro_tinyshakespeare": 0,
     "train_gpt2.py: lines before Faster that name a feature": 0,
     "train_gpt2.py: habits": 0,
-    "kernels.cu: bytes": 83500,
-    "kernels.cu: bytes before Faster": 73500,
+    "kernels.cu: bytes": 83700,
+    "kernels.cu: bytes before Faster": 73800,
     "kernels.cu: widest line": 100,
+    "kernels.cu: lines": 1699,
     "prepro_tinyshakespeare.py: bytes": 4500,
     "prepro_tinyshakespeare.py: widest line": 100,
     "modules in the largest circle of imports": 2,
@@ -210,6 +211,7 @@ def figures(top):
         texts[name] = data.decode()
         found[f"{name}: bytes"] = len(data)
         found[f"{name}: widest line"] = max(map(len, texts[name].splitlines()))
+    found["kernels.cu: lines"] = len(texts["kernels.cu"].splitlines())
     imports, text = imports_of(top / "train_gpt2.py"), texts["train_gpt2.py"]
     found["train_gpt2.py: imports from dev/"] = sum(
         any(module.split(".")[0] == "dev" for module, _ in statement) for statement in imports)
