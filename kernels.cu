@@ -9,9 +9,9 @@ Skip PTX, struct Output, long runs in encoder_backward_wte, and rows that do not
 classifier. Here they are in order, with their launches in a micro-batch with L layers.
 
                              launches  threads  bound by      on an H100, TB/s
-  encoder_forward            1             256  memory        2.2
-  encoder_backward_wte       1            1024  latency       1.1
-  encoder_backward_wpe       1             256  memory        2.1
+  encoder_forward            1             256  memory        2.1
+  encoder_backward_wte       1            1024  latency       1.2
+  encoder_backward_wpe       1             256  memory        2.2
   residual_layernorm_forward 2L + 1        256  memory        2.9
   layernorm_backward         2L + 1        384  memory        2.7
   matmul_backward_bias       4L            256  memory
@@ -23,10 +23,10 @@ classifier. Here they are in order, with their launches in a micro-batch with L 
   global_norm                1 a step      512  memory        2.9
   judge                      1 a step        1  latency
   adamw                      1 a step      256  memory        3.0
-  attention_forward          L             128  tensor cores  302 TFLOP/s
-  attention_backward_q       L             128  tensor cores  331 TFLOP/s
-  attention_backward_kv      L             128  tensor cores  333 TFLOP/s
-Rates: 124M, bf16, B = 32 (dev/RESULTS.md). A copy has 2.95 TB/s, a large product 765 TFLOP/s.
+  attention_forward          L             128  tensor cores  310 TFLOP/s
+  attention_backward_q       L             128  tensor cores  343 TFLOP/s
+  attention_backward_kv      L             128  tensor cores  347 TFLOP/s
+Rates: 124M, bf16, B = 32 (dev/RESULTS.md). A copy has 2.99 TB/s, a large product 752 TFLOP/s.
 
 Sizes: B sequences of T tokens, N = B*T rows; C channels, a multiple of 32; V words, padded to Vp;
 NH heads of HS = C/NH channels. Arrays are row-major. Parameters, activations and their gradients

@@ -223,7 +223,7 @@ class GPT2:
         self.lnf = None  # the last norm
         self.head = Linear("head", config.L, self.params.wte, None, self.grads.wte, None)
         self.slices = None  # of the N tokens, which get logits in turn
-        self.masters = master_views(self)  # of all 32 bits of parameters: see "Its memory"
+        self.masters = master_views(self)  # of all 32 bits of parameters: see BF16, below
 
         self.step = 0  # steps begun
         self.micro = 0  # index of the micro-batch in the step
@@ -551,7 +551,7 @@ class Training:
         sample and save."""
         settings = {name: getattr(self.flags, name) for name in ADAMW_FLAGS}
         batches = self.next_batches()
-        for done in range(min(self.model.step, self.steps), self.steps + 1):
+        for done in range(min(self.model.step, self.steps), self.steps + 1):  # step: 0, or resumed
             self.pause(done, batches)
             if self.ends(done):
                 break

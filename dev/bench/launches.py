@@ -75,7 +75,7 @@ NEEDS = {
     "attention_backward_q": ("numbers of sums", column_sums),
     "attention_backward_five": ("numbers of turns",
                                 lambda a, grid: (1 + a.dq.size // (64 * 128), a.turns.size)),
-    "global_norm": ("numbers of norm", lambda a, grid: (2 + grid[0], a.norm.size)),
+    "global_norm": ("numbers of norm", lambda a, grid: (2 + grid[0], a.gradient_norm.size)),
     "adamw": ("tensors", lambda a, grid: (a.tensors, most_tensors())),
 }
 

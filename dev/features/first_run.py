@@ -15,14 +15,14 @@ from dev.features.devices import ON_CPU
 from train_gpt2 import replace_file
 
 # The defaults of a small model, by device: AdamW, as train_gpt2.py has it. On the CPU fewer layers
-# and more steps learn more in the same time, and none is memorized. On a GPU more steps would
-# memorize the text. dev/RESULTS.md has tables of both.
+# and more steps learn more in the same time, and none is memorized. On a GPU weight decay keeps
+# the model from memorizing the text. dev/RESULTS.md has tables of both.
 SMALL = dict(final_fraction=0.1, beta2=0.99, weight_decay=0.1, shuffle=1, sample_tokens=400,
              temperature=0.8)
 SCRATCH = {
-    "cuda": SMALL | dict(model="6x6x384", batch_size=64, seq_len=256, steps=900, warmup=100,
-                         learning_rate=1e-3, weight_decay=0.3, val_every=100, val_batches=1,
-                         sample_every=450),
+    "cuda": SMALL | dict(model="6x6x384", batch_size=64, seq_len=256, steps=1000, warmup=100,
+                         learning_rate=1e-3, weight_decay=2.0, val_every=100, val_batches=1,
+                         sample_every=500),
     "cpu": SMALL | dict(model="2x4x128", batch_size=12, seq_len=64, steps=5000, warmup=100,
                         learning_rate=6e-3, val_every=1000, val_batches=20, sample_every=2500),
     "emulated": SMALL | dict(model="2x2x64", batch_size=4, seq_len=64, steps=300, warmup=30,
@@ -30,7 +30,7 @@ SCRATCH = {
                              sample_every=300)}
 # With --optimizer muon on a GPU: dropout keeps the held-out loss from rising at the end
 MUON = dict(steps=1100, weight_decay=0.1, muon_lr=0.02, muon_coefficients="jordan",
-            learning_rate=3e-3, dropout=0.3, sample_every=500)
+            learning_rate=3e-3, dropout=0.3)
 # Of a model of GPT-2's words on the CPU, which takes a minute on two cores
 GPT2_WORDS = dict(steps=250, learning_rate=1e-3, warmup=25, final_fraction=0.1, beta2=0.95,
                   val_every=50, sample_every=125)

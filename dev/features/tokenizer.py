@@ -161,7 +161,8 @@ class Tokenized:
 
     def decode(self, tokens):
         words = self.words()
-        of_gpt2 = not self.vocabulary and self.config.V == len(words) == train_gpt2.Config.V
+        own = self.vocabulary or FILE.is_file()
+        of_gpt2 = not own and self.config.V == len(words) == train_gpt2.Config.V
         return super().decode(tokens) if of_gpt2 else decode(tokens, words)
 
 

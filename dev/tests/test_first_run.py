@@ -99,11 +99,11 @@ def test_choice(folder):
 def test_optimizer(folder):
     """A small model on a GPU trains with AdamW and the file's arithmetic; with Muon, its settings
     and dropout, where a flag asks for it. Both go with all other defaults."""
-    for given, wish, steps, dropout in (((), "adamw", 900, 0.0),
+    for given, wish, steps, dropout in (((), "adamw", 1000, 0.0),
                                         (("optimizer", "muon"), "muon", 1100, 0.3),
                                         (("optimizer", "muon", "steps", 7), "muon", 7, 0.3),
-                                        (("moments", "bf16"), "adamw", 900, 0.0),
-                                        (("learning_rate", 0.0), "adamw", 900, 0.0)):
+                                        (("moments", "bf16"), "adamw", 1000, 0.0),
+                                        (("learning_rate", 0.0), "adamw", 1000, 0.0)):
         flags, _ = chosen(folder, *given, device="cuda")
         found = flags.optimizer, flags.steps, flags.dropout
         check(f"{given}: {wish}", found == (wish, steps, dropout), found)

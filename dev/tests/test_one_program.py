@@ -16,7 +16,7 @@ import train_gpt2
 from dev.common.config import Config
 from dev.cpu.emulated import Emulated
 from dev.features import __main__ as features_map
-from dev.features import order
+from dev.features import order, tokenizer
 from dev.tests import runs
 from dev.tests.checks import TINY, TOP, check, check_refusal
 from dev.tests.trainings import two_token_files
@@ -114,6 +114,8 @@ def test_what_runs():
     """The ordinary commands run what is read: all functions before "Faster" but those that a
     feature replaces, and 98% of their lines."""
     never, missed, lines = runs.unread("cpu")
+    if len(tokenizer.vocabulary()) < train_gpt2.Config.V:  # no network: samples have numbers
+        never.pop("Training.decode", None)
     check("functions", never.keys() <= runs.REPLACED.keys(), never)
     count = sum(map(len, missed.values()))
     check("lines", count <= 0.02 * lines, (count, lines, missed))

@@ -1,5 +1,5 @@
 """Test programs whose stdout or stderr is full, broken, closed, or lacks letters:
-dev/features/output.py, and run_main() of prepro_tinyshakespeare.py.
+dev/features/output.py, and run_main() of dev/common/program.py.
 """
 import contextlib
 import os

@@ -347,7 +347,7 @@ def test_without_network(folder):
         own = vocabulary_beside(paths[0])
         text = own.decode(tokens_of(folder, "repository_bytes")[1:])
         missing = [part for part in (
-            "It is faster than PyTorch, and you can read it from top to bottom.",
+            "Both are written to be read from top to bottom;",
             first_text.__doc__.split("\n\n")[0].replace("\n", " "),
             "A device does the arithmetic: Cuda, below, or the CPU of dev/cpu/device.py.",
             "Arithmetic is in fp32.") if part not in text]
