@@ -687,7 +687,6 @@ class Training:
         """All checks, before memory is allocated."""
         self.choose_model()
         self.device = self.make_device()
-        self.check_memory()
         self.open_data()
         self.announce()
 
@@ -719,15 +718,6 @@ class Training:
     def make_device(self):
         kind = Cuda if self.flags.plain else FastCuda
         return kind(self.flags.dtype, self.config)
-
-    def check_memory(self):
-        """Raise UserError unless a block has the shared memory that attention and norms need."""
-        sizes = self.device.attention_sizes
-        needed = max(sizes.shared_forward, sizes.shared_backward,
-                     self.device.layernorm_sizes.shared_of_row)
-        if needed > self.device.max_shared:
-            raise UserError(f"{self.config}: a block needs {needed:,} bytes of shared memory, and "
-                            f"{self.device} has {self.device.max_shared:,}: try another -e")
 
     def open_data(self):
         """Open the token files, and count steps and micro-batches."""
@@ -1072,7 +1062,8 @@ def launch_attention(model, kernel, *arrays):
 def layernorm_backward_launch(device, N):
     """(blocks, threads, bytes of shared memory): as many rows as fit share a block."""
     sizes = device.layernorm_sizes
-    rows = min(sizes.threads // sizes.row_threads, device.max_shared // sizes.shared_of_row)
+    fit = max(1, device.max_shared // sizes.shared_of_row)  # launch refuses what is too large
+    rows = min(sizes.threads // sizes.row_threads, fit)
     blocks = min(device.multiprocessors, ceil_div(N, rows), PARTIAL_ROWS)
     return blocks, rows * sizes.row_threads, rows * sizes.shared_of_row
 
@@ -1183,6 +1174,9 @@ class Cuda:
         """Run a kernel over these items. shared: bytes of dynamic shared memory for each block."""
         if name not in self.kernels:
             raise UserError(f"kernels.cu: there is no kernel {name} with a BLOCK(...) over it")
+        if shared > self.max_shared:
+            raise UserError(f"a block of {name} needs {shared:,} bytes of shared memory, and "
+                            f"{self} has {self.max_shared:,}: try another -e")
         function = self.functions[name]
         self.last_kernel = name
         # A block gets 48 KiB without a request, and the kernel's own arrays may take 16 of them
@@ -1706,7 +1700,7 @@ class FastCuda(Cuda):
                accumulate, *epilogue.items())
         if key not in self.products:
             plan = self.describe(out, left, right, epilogue)
-            self.products[key] = plan, self.algorithm(plan)
+            self.products[key] = plan, self.algorithm(plan, out, left, right, accumulate, epilogue)
         self.multiply(*self.products[key], out, left, right, accumulate)
 
     def describe(self, out, left, right, epilogue):
@@ -1724,15 +1718,20 @@ class FastCuda(Cuda):
         return self.create("MatrixLayout", self.CUDA_TYPES[x.dtype.str[1:]], ctypes.c_uint64(rows),
                            ctypes.c_uint64(columns), ctypes.c_int64(stride))
 
-    def algorithm(self, plan):
-        """The algorithm that cuBLASLt expects to be the fastest for a product: 12 numbers."""
-        found = np.zeros(12, np.uint64)
+    def algorithm(self, plan, *product):
+        """The algorithm of a product: the first of cuBLASLt's, 12 numbers."""
+        return self.algorithms(plan, 1)[0]
+
+    def algorithms(self, plan, most):
+        """Algorithms for a product, at most so many rows of 12 numbers. The first are those that
+        cuBLASLt expects to be the fastest."""
+        found = np.zeros((most, 12), np.uint64)
         count = ctypes.c_int()
-        self.call("MatmulAlgoGetHeuristic", self.handle, *plan, plan[3], self.search, 1,
+        self.call("MatmulAlgoGetHeuristic", self.handle, *plan, plan[3], self.search, most,
                   ctypes.c_void_p(found.ctypes.data), ctypes.byref(count))
         if not count.value:
             raise UserError(f"cuBLASLt has no algorithm for a product; {self.AVOID}")
-        return found
+        return found[: count.value]
 
     def multiply(self, plan, algorithm, out, left, right, accumulate):
         """Queue a described product."""

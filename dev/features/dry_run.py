@@ -61,9 +61,6 @@ class NoKernelsOnCpu:
 class DryRun:
     """A run that only prints what it would be."""
 
-    def check_memory(self):
-        """Nobody knows without kernels."""
-
     def run(self):
         self.prepare()
         c, device, flags = self.config, self.device, self.flags

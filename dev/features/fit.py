@@ -79,14 +79,6 @@ class Fitting:
         return "" if fits else "; choose a smaller -t or -e"
 
 
-class FittingTraining:
-    """The run of such a model."""
-
-    def check_memory(self):
-        check_shared(self.config, self.device)
-        super().check_memory()
-
-
 class Told:
     """Prints how much memory a run takes."""
 
@@ -96,4 +88,4 @@ class Told:
                 f"{free / 2**30:.2f} GiB")
 
 
-FEATURE = Feature("memory", model=Fitting, training=FittingTraining, observer=Told)
+FEATURE = Feature("memory", model=Fitting, observer=Told)

@@ -12,7 +12,6 @@ import numpy as np
 from dev.common.cache import read_cache, write_cache
 from dev.features.declare import Feature, is_fast
 from dev.features.peak import peak_of
-from train_gpt2 import UserError
 
 
 class TimedProducts:
@@ -27,29 +26,13 @@ class TimedProducts:
         self.cache = re.sub(r"\W+", "_", f"matmul {name} {versions}")
         self.choices = read_cache(self.cache)  # {product: algorithm}, of earlier runs too
 
-    def product(self, out, a, b, accumulate, epilogue):
-        """As FastCuda.product, with the chosen algorithm."""
-        key = (out.shape, a.shape, a.strides, b.strides, out.itemsize, a.dtype, accumulate,
-               *epilogue.items())
-        if key not in self.products:
-            plan = self.describe(out, a, b, epilogue)
-            name = self.name_of(out, a, b, epilogue)
-            self.products[key] = plan, self.choose(name, plan, accumulate, out, a, b)
-        self.multiply(*self.products[key], out, a, b, accumulate)
+    def algorithm(self, plan, out, a, b, accumulate, epilogue):
+        """As FastCuda.algorithm: the chosen one."""
+        return self.choose(self.name_of(out, a, b, epilogue), plan, accumulate, out, a, b)
 
     def name_of(self, out, a, b, epilogue):
         """What is known of a product, but for addresses: its name in the cache."""
         return out.shape, a.shape, a.strides, b.strides, out.itemsize, epilogue["EPILOGUE"]
-
-    def algorithms(self, plan):
-        """As FastCuda.algorithm, the likely fastest of CANDIDATES first: rows of 12 numbers."""
-        found = np.zeros((self.CANDIDATES, 12), np.uint64)
-        count = ctypes.c_int()
-        self.call("MatmulAlgoGetHeuristic", self.handle, *plan, plan[3], self.search, len(found),
-                  ctypes.c_void_p(found.ctypes.data), ctypes.byref(count))
-        if not count.value:
-            raise UserError(f"cuBLASLt has no algorithm for a product; {self.AVOID}")
-        return found[: count.value]
 
     def choose(self, name, plan, accumulate, out, a, b):
         """The fastest algorithm. An accumulating product cannot be timed, since repeating it
@@ -64,7 +47,7 @@ class TimedProducts:
             for _ in range(3):
                 self.multiply(plan, algorithm, out, a, b, False)
 
-        algorithms = self.algorithms(plan)
+        algorithms = self.algorithms(plan, self.CANDIDATES)
         times = [benchmark(thrice, (algorithm,), n_repeat=3, n_warmup=1).gpu_times.min()
                  for algorithm in algorithms if not accumulate]
         best = algorithms[int(np.argmin(times or [0]))]

@@ -331,9 +331,6 @@ class Llama3Training:
     def check_length(self):
         """RoPE has positions for any T."""
 
-    def check_memory(self):
-        """Its norms need less shared memory than GPT-2's."""
-
     def data_paths(self):
         """As Training.data_paths. Also refuses a damaged tokenizer, before the first sample needs
         it."""
