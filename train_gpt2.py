@@ -1034,6 +1034,11 @@ SIZES = {"attention_sizes": ("rows", "threads", "shared_forward", "shared_backwa
          "layernorm_sizes": ("threads", "row_threads", "shared_of_row")}
 
 
+def source_of(path):
+    """The text of a CUDA file, whose lines a compiler's messages count."""
+    return f'#line 1 "{path.name}"\n{path.read_text("utf-8")}'
+
+
 def read_kernels(sources):
     """{name: Kernel} of CUDA files."""
     declaration = (r'BLOCK\((\s*\d+\s*,[^()]*)\)\s*extern "C" __global__ void\s+'
@@ -1131,10 +1136,9 @@ class Cuda:
 
     def compile(self, sources):
         """Compile CUDA files as one."""
-        code = "".join(f'#line 1 "{path.name}"\n{path.read_text("utf-8")}' for path in sources)
-        module = self.cupy.RawModule(code=code, options=(*self.OPTIONS, *self.switches()))
         self.kernels = read_kernels(sources)
         try:
+            module = self.module_of("".join(map(source_of, sources)))
             self.functions = {name: module.get_function(name) for name in self.kernels}
             for name, fields in SIZES.items():
                 at = module.get_global(name)
@@ -1145,6 +1149,11 @@ class Cuda:
             raise UserError(f"NVRTC could not compile kernels.cu:\n{e}") from None
         except self.Fault as e:
             raise UserError(f"the GPU cannot be used ({e}): check nvidia-smi") from None
+
+    def module_of(self, code):
+        """A CUDA program, which NVRTC compiles in one thread a core, or CuPy's cache has."""
+        options = *self.OPTIONS, "--split-compile=0", *self.switches()
+        return self.cupy.RawModule(code=code, options=options)
 
     def switches(self):
         return [f"-D{self.dtype.upper()}", *self.compiled_for]
@@ -1356,12 +1365,12 @@ def other_part(path, part, other):
     """The path with `other` for the last `part` in the file's name, if possible one that is a word
     by itself: constraint_train.bin's is constraint_val.bin. Raises UserError if it has none."""
     path = Path(path)
-    found = [*re.finditer(f"(?<![A-Za-z]){part}(?![A-Za-z])|{part}", path.name)]
+    word = f"(?<![A-Za-z]){part}(?![A-Za-z])"
+    found = [*re.finditer(word, path.name)] or [*re.finditer(part, path.name)]
     if not found:
         flag = dict(train="-j", val="-i")[part]
         raise UserError(f"{path} has no '{part}' in its name: give {flag} too")
-    words = [*re.finditer(f"(?<![A-Za-z]){part}(?![A-Za-z])", path.name)]
-    start, end = (words or found)[-1].span()
+    start, end = found[-1].span()
     return str(path.with_name(path.name[:start] + other + path.name[end:]))
 
 

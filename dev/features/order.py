@@ -17,7 +17,7 @@ from dev.features import (
     best, chat, config_file, devices, doubts, dropout, dry_run, ema, file_kinds, first_run, fit,
     fused_biases, hellaswag_score, kv_cache, label_smoothing, late_reports, loggers, masked,
     moments, muon, nvtx, outliers, overfit, own_sizes, peak, products, recompute, relu_attention,
-    replay, sample, schedule, shuffled_loader, signals, terminal, tokenizer)
+    replay, sample, schedule, shuffled_loader, signals, start, terminal, tokenizer)
 from dev.features.checkpoints import json_log, newest, training
 from dev.features.checkpoints.run_folder import RunFolder
 from dev.features.declare import Flag, key_of, stack, trains
@@ -42,7 +42,7 @@ FEATURES = [
     own_sizes.FEATURE, fp8_gelu.FEATURE, fp8_all.FEATURE, fp8_all_llama.FEATURE, fp8.PRODUCTS,
     relu_attention.FEATURE, schedule.FEATURE, shuffled_loader.FEATURE, late_reports.FEATURE,
     gelu_products.FEATURE, swiglu_products.FEATURE, fused_biases.FEATURE, attention_five.FEATURE,
-    products.FEATURE, devices.NO_GRAPH, devices.CPU, terminal.FEATURE]
+    products.FEATURE, start.TIMED, start.LATER, devices.NO_GRAPH, devices.CPU, terminal.FEATURE]
 FLAGS = [flag for feature in FEATURES for flag in feature.flags]
 SOURCES = [*dict.fromkeys(path for feature in FEATURES for each in (feature, *feature.pairs)
                           for path in each.sources)]

@@ -14,6 +14,7 @@ from dev.features.kv_cache import (AHEAD, FEW, PHASES, SOURCE, TOKEN_PASS, Cache
                                    CachedLlama, shared_of_attention)
 from dev.features.sample import choose, coins_of, generate, together
 from dev.features.seams import GPT2
+from dev.features.start import SamplesLater
 from dev.lab.formulas import gelu, layernorm, rmsnorm
 from dev.llama3.train_llama3 import Llama3
 from dev.tests.checks import EXACT, check, fast, normal
@@ -42,13 +43,15 @@ made = {}
 
 
 def device_for(name, dtype, kind):
-    """A device, made once."""
+    """A device, made once: a GPU's compiles kv_cache.cu later, as in a run."""
     key = name, dtype, kind
     if key not in made:
         full = () if dtype == "bf16" else FULL_LLAMA if kind is Llama3 else FULL
         passes = PASSES if (kind is Llama3) == (dtype == "bf16") else ()
         more = dict(only={*OWN, *full} - {*passes}) if name == "emulated" else {}
-        made[key] = device_class(name)(dtype, kind.Config(**SIZES[kind]), [SOURCE], **more)
+        later = [SamplesLater] if name == "cuda" else []
+        made[key] = stack(device_class(name), later)(dtype, kind.Config(**SIZES[kind]), [SOURCE],
+                                                     **more)
     return made[key]
 
 

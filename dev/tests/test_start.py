@@ -1,0 +1,83 @@
+"""Test that the kernels of samples are compiled apart, and that a run knows how old it is."""
+import subprocess
+import sys
+import time
+from concurrent.futures import Future
+from unittest import mock
+
+import pytest
+
+import train_gpt2
+from dev.common.nvrtc import compile_cuda, has_nvrtc
+from dev.features import kv_cache, start
+from dev.features.declare import stack
+from dev.tests.checks import check, check_refusal, fast
+from train_gpt2 import UserError
+
+FIRST = """
+struct Map { char bytes[128]; };
+__device__ float doubled(float x) { return 2 * x; }
+BLOCK(256, threads)
+extern "C" __global__ void __launch_bounds__(256, (8 > 4 ? 2
+    : 1)) ours(float* out, const __grid_constant__ Map map) { *out = doubled(map.bytes[0]); }
+extern "C" __global__ void plain(int* x) { *x = 1; }
+"""
+SECOND = 'extern "C" __global__ void later(float* out) { *out = doubled(*out); }'
+
+
+@fast
+def test_functions_alone():
+    """Behind the functions of other files a program has its own kernels only."""
+    if not has_nvrtc():
+        pytest.skip("needs NVRTC, which is not installed")
+    block = "#define BLOCK(...)\n"
+    for code, expected in ((FIRST, ["ours", "plain"]),
+                           (start.functions_alone(FIRST), [])):
+        _, used, _ = compile_cuda(block + code + SECOND, "sm_86", ["--split-compile=0"])
+        check(f"kernels: {expected}", sorted(used) == sorted([*expected, "later"]), [*used])
+
+
+class Gpu:
+    """What SamplesLater asks of train_gpt2.Cuda."""
+
+    def __init__(self, dtype, c, beside=()):
+        self.gpu = mock.Mock()
+        self.sources, self.functions, self.launched = [*c.SOURCES, *beside], {}, []
+        self.compile([train_gpt2.KERNELS])
+
+    def compile(self, sources):
+        self.kernels = train_gpt2.read_kernels(self.sources)
+
+    def launch(self, name, items, *args, **sizes):
+        self.launched.append((name, self.functions.get(name)))
+
+
+@fast
+def test_first_launch_waits():
+    """The other kernels do not wait for kv_cache.cu, its own do, and an error comes to them."""
+    config, running = mock.Mock(SOURCES=[train_gpt2.KERNELS]), Future()
+    with mock.patch.object(start, "ThreadPoolExecutor", return_value=mock.Mock(
+            submit=lambda work: running)):
+        device = stack(Gpu, [start.SamplesLater])("fp32", config, [kv_cache.SOURCE])
+        failing = stack(Gpu, [start.SamplesLater])("fp32", config, [kv_cache.SOURCE])
+    check("the main program is without it", kv_cache.SOURCE not in device.sources)
+    check("its kernels are known", {"token_pass", "adamw"} <= device.kernels.keys())
+    device.launch("adamw", 1)
+    running.set_result({"token_pass": "compiled"})
+    device.launch("token_pass", 1)
+    check("launched", device.launched == [("adamw", None), ("token_pass", "compiled")],
+          device.launched)
+    failing.later = Future()
+    failing.later.set_exception(UserError("NVRTC could not compile kv_cache.cu"))
+    check_refusal("an error", "could not compile kv_cache.cu", failing.launch, "token_pass", 1)
+
+
+def test_age():
+    """A process knows its age, to two ticks of the kernel's clock and the start of Python."""
+    if sys.platform != "linux":
+        pytest.skip("needs Linux")
+    program = "import time; time.sleep(0.3); from dev.features.start import age; print(age())"
+    before = time.perf_counter()
+    found = float(subprocess.run([sys.executable, "-c", program], capture_output=True, check=True,
+                                 cwd=start.__file__.partition("/dev/")[0], text=True).stdout)
+    check("age", 0.28 < found < time.perf_counter() - before + 0.03, found)
