@@ -18,6 +18,7 @@ import numpy as np
 from dev.common.bf16 import to_bf16
 from dev.common.cache import cache_folder
 from dev.common.compiler import compiler_of, missing, words_of
+from dev.common.cores import usable_cores
 from train_gpt2 import BF16, Cuda, UserError, replace_file, to_float
 
 FLAGS = ["-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-Wall", "-Wno-unknown-pragmas",
@@ -48,7 +49,9 @@ class Host:
         self.scratch = np.empty(2**20, np.float32)
 
     def __str__(self):
-        return f"the CPU, {os.cpu_count()} cores, {self.dtype}"
+        threads = threads_of(getattr(self, "library", None))
+        on = "" if threads == os.cpu_count() else f"{threads} thread{'s'[:threads - 1]} on "
+        return f"the CPU, {on}{os.cpu_count()} cores, {self.dtype}"
 
     def switches(self):
         """As train_gpt2.Cuda.switches."""
@@ -102,6 +105,13 @@ def round_to_tf32(x):
     """x rounded to TF32's 10 bits of mantissa, half away from zero, as tensor cores want their
     inputs."""
     return np.where(np.isnan(x), x, ((x.view(np.uint32) + 0x1000) & 0xFFFFE000).view(np.float32))
+
+
+def threads_of(library):
+    """How many threads run a library's kernels: one without OpenMP. None: emulated ones."""
+    if library is None:
+        return usable_cores()
+    return library.omp_get_max_threads() if hasattr(library, "omp_get_max_threads") else 1
 
 
 # ---- Compiling
@@ -256,9 +266,12 @@ def find_or_compile(what, command, source, library, libraries, warns, ahead="", 
 
 
 def loaded(path, what):
-    """A compiled library. Raises UserError."""
+    """A compiled library, with a thread for each usable core. Raises UserError."""
     try:
-        return ctypes.CDLL(str(path))
+        library = ctypes.CDLL(str(path))
+        if hasattr(library, "omp_set_num_threads") and "OMP_NUM_THREADS" not in os.environ:
+            library.omp_set_num_threads(usable_cores())
+        return library
     except OSError as e:
         if re.search("map segment|not permitted|denied", str(e)):
             raise UserError(f"{e}: the disk may be mounted with noexec; set XDG_CACHE_HOME to a "

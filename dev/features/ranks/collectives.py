@@ -7,6 +7,7 @@ import warnings
 import numpy as np
 
 from dev.common.bf16 import to_bf16
+from dev.common.cores import bound_to
 from train_gpt2 import BF16, UserError, to_float
 
 
@@ -135,7 +136,7 @@ class Mpi:
             raise UserError(f"MPI has made this rank {self.ranks.rank} of {self.ranks.size}, and "
                             f"the launcher rank {meeting.rank} of {meeting.count}: on CPUs start "
                             "the ranks with mpirun")
-        if len(os.sched_getaffinity(0)) < os.cpu_count() // meeting.here:
+        if len(bound_to()) < len(bound_to(os.getppid())) // meeting.here:
             print("WARNING: mpirun lets a rank use less than its share of the cores: give it "
                   "--bind-to none", flush=True)
 

@@ -18,6 +18,7 @@ import time
 import traceback
 from pathlib import Path
 
+from dev.common.cores import usable_cores
 from dev.features.output import steady
 from dev.features.ranks.environment import launched
 from dev.features.ranks.meeting import SILENCE, Meeting
@@ -69,10 +70,7 @@ def share_cores(ranks_here):
     """Give each rank of this machine its share of the cores, unless OMP_NUM_THREADS is set. NumPy
     read it when it was imported, so this process runs its command again."""
     if "OMP_NUM_THREADS" not in os.environ:
-        cores = os.cpu_count()
-        if hasattr(os, "sched_getaffinity"):  # srun gives a rank its cores this way
-            cores = len(os.sched_getaffinity(0))
-        os.environ["OMP_NUM_THREADS"] = str(max(1, min(cores, os.cpu_count() // ranks_here)))
+        os.environ["OMP_NUM_THREADS"] = str(usable_cores(ranks_here))
         os.execv(sys.executable, sys.orig_argv)
 
 
