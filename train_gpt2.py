@@ -2,11 +2,11 @@
 
     pip install -r requirements.txt && python train_gpt2.py
 
-dev/gpt2_numpy.py has the model in 40 lines of NumPy, and dev/gpt2_numpy_backward.py derives all
-gradients: begin there. Then read this file from top to bottom: tables of tensors; the model, each
-layer's forward, then its backward; the update; the loop. You may stop there. The rest is what these
-use: memory, the GPU, files and batches, a sample, the flags. "Faster", at the end, adds only speed:
-`--plain 1` leaves it out. kernels.cu has the kernels, and dev/ adds features.
+dev/lab/gpt2_numpy.py has the model in 40 lines of NumPy, and gpt2_numpy_backward.py there derives
+all gradients: begin there. Then read this file from top to bottom: tables of tensors; the model,
+each layer's forward, then its backward; the update; the loop. You may stop there. The rest is what
+these use: memory, the GPU, files and batches, a sample, the flags. "Faster", at the end, adds only
+speed: `--plain 1` leaves it out. kernels.cu has the kernels, and dev/ adds features.
 
 Sizes:
 

@@ -22,11 +22,11 @@ import train_gpt2
 from dev.common.config import check_tokens
 from dev.common.flags import parse_flags
 from dev.data.documents import cleaned
+from dev.features.base import GPT2
 from dev.features.order import make_training, read_flags, table_of_flags
 from dev.features.sample import Sampling, coins_of, stream
-from dev.features.seams import GPT2
 from dev.llama3.train_llama3 import META, Llama3
-from dev.tools.score import checkpoint_of, find_architecture
+from dev.tools.architecture import checkpoint_of, find_architecture
 from train_gpt2 import UserError
 
 LONGEST = 1024  # T of a model that is loaded without seq_len, at most

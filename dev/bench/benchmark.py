@@ -51,12 +51,12 @@ from dev.common.config import Config
 from dev.common.flags import parse_flags
 from dev.common.program import run_main
 from dev.features import devices, order
+from dev.features.base import GPT2
+from dev.features.data_loader import FilesLoader
 from dev.features.devices import FastCuda, make_device
 from dev.features.fp8.fp8 import fp8_device
 from dev.features.order import has_gpu
 from dev.features.peak import flops_per_token
-from dev.features.seams import GPT2
-from dev.features.shuffled_loader import FilesLoader
 from dev.llama3.tokens import LLAMA_TOKENS
 from dev.llama3.train_llama3 import Config3, Llama3
 from prepro_tinyshakespeare import write_tokens

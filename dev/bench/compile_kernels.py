@@ -31,16 +31,16 @@ from dev.common.flags import parse_flags, split_names
 from dev.common.gpus import GPUS, REGISTERS, digits
 from dev.common.nvrtc import NotCompiled, compile_cuda
 from dev.common.program import run_main
+from dev.features.base import GPT2
 from dev.features.devices import Cuda
 from dev.features.fp8.fp8 import OUTPUT as FP8_OUTPUT, SOURCE as FP8
-from dev.features.fused_biases import OUTPUT, SOURCE as FUSED, FusedBiases, output_switches
 from dev.features.fp8.fp8_gelu import SOURCES as FP8_GELU
+from dev.features.fused_biases import OUTPUT, SOURCE as FUSED, FusedBiases, output_switches
 from dev.features.hopper.attention_five import FiveProducts, SOURCES as FIVE
 from dev.features.hopper.gelu_products import SOURCES as GELU
 from dev.features.hopper.swiglu_products import SOURCES as SWIGLU
 from dev.features.hopper.symmetric import SOURCES as SYMMETRIC
 from dev.features.order import SOURCES
-from dev.features.seams import GPT2
 from dev.llama3.train_llama3 import Config3, Llama3
 from train_gpt2 import UserError, read_kernels
 

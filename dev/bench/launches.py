@@ -22,6 +22,7 @@ from dev.common.gpus import (
     GPUS, REGISTERS, attributes_of, blocks_that_fit, digits, registers_of_block)
 from dev.common.nvrtc import compile_cuda
 from dev.common.program import run_main
+from dev.features.base import GPT2
 from dev.features.devices import Cuda, FastCuda
 from dev.features.fit import Fitting
 from dev.features.fp8.fp8 import Fp8, Fp8Llama, Fp8Model, Fp8Products
@@ -29,7 +30,6 @@ from dev.features.fp8.fp8_all import Fp8All
 from dev.features.fp8.fp8_all_llama import Fp8AllLlama
 from dev.features.fp8.fp8_head import Fp8Head
 from dev.features.fused_biases import FusedBiases, with_summed_outputs
-from dev.features.seams import GPT2
 from dev.llama3.train_llama3 import Llama3
 from train_gpt2 import BF16, SIZES, UserError, pack_batch, read_kernels
 

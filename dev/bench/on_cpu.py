@@ -26,8 +26,8 @@ import numpy as np
 from dev.common.config import Config, draw_parameters
 from dev.common.flags import parse_flags
 from dev.common.program import run_main
+from dev.features.base import GPT2
 from dev.features.devices import make_device
-from dev.features.seams import GPT2
 from train_gpt2 import HERE, UserError, pack_batch
 
 WAITING = ("OPENBLAS_THREAD_TIMEOUT", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")

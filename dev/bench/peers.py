@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dev.features.shuffled_loader import FilesLoader
+from dev.features.data_loader import FilesLoader
 from train_gpt2 import UserError
 
 WARM_UP, STEPS = 5, 20  # of PyTorch

@@ -21,11 +21,11 @@ from dev.common.config import Config, draw_parameters, read_parameters
 from dev.common.flags import parse_flags
 from dev.common.gpus import has_gpu
 from dev.common.program import run_main
-from dev.features.declare import stack
+from dev.features.base import GPT2
 from dev.features.devices import make_device
+from dev.features.feature import stack
 from dev.features.kv_cache import AHEAD, SOURCE, Cached
 from dev.features.sample import coins_of
-from dev.features.seams import GPT2
 from train_gpt2 import UserError
 
 FLAGS = [

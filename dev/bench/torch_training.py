@@ -30,13 +30,14 @@ import torch
 
 from dev.bench.torch_reference import GPT2, fused_attention
 from dev.common.config import Config, count_tokens, draw_parameters, read_parameters
+from dev.common.files import paths_of
 from dev.common.flags import parse_flags, with_values
 from dev.common.program import run_main
-from dev.data.paths import data_paths
+from dev.data.first_text import data_paths
+from dev.features.base import Training
+from dev.features.data_loader import FilesLoader, check_pair
 from dev.features.order import table_of_flags, with_defaults
 from dev.features.schedule import Scheduled
-from dev.features.seams import Training
-from dev.features.shuffled_loader import FilesLoader, check_pair, paths_of
 from train_gpt2 import FLAGS, UserError, to_float
 
 OWN_FLAGS = [(None, "--compile", "switch", 0, "1: with torch.compile")]

@@ -1,29 +1,15 @@
 """What features and tools ask of any architecture: the trainer's Config and its files behind names
 that dev/llama3 has, too."""
 import dataclasses
-import os
 import re
 
 import numpy as np
 
 import train_gpt2
+from dev.common.files import header_of_kinds
 from train_gpt2 import (CHECKPOINT, EOT, HEADER_BYTES, KERNELS, STORED, TOKENS, UserError,
                         check_config, check_size, check_tokens, gpt2_encoding, make_header,
                         matrices, sizes_of_depth, sizes_of_file)
-
-
-def header_of_kinds(path, *kinds):
-    """As train_gpt2.read_header, of a file of one of these kinds."""
-    if len(kinds) == 1 or not os.path.isfile(path):
-        return train_gpt2.read_header(path, kinds[0])
-    header = np.fromfile(path, "<i4", 256).tolist()
-    for kind in kinds:
-        if len(header) == 256 and header[0] == kind.magic and header[1] in kind.versions:
-            return header
-    wish = " or ".join(f"a {kind.name}'s [{kind.magic}, {' or '.join(map(str, kind.versions))}]"
-                       for kind in kinds)
-    raise UserError(f"{path}: its header of {4 * len(header)} bytes begins with {header[:2]}; "
-                    f"expected {HEADER_BYTES} bytes, and {wish}: {kinds[0].remedy}")
 
 
 def padded(V):

@@ -1,7 +1,10 @@
-"""Flags of dev/'s programs: tables of rows as in the trainer, and arguments that are no flags."""
+"""Flags: what a feature says of each of its own, at the end of its file; and command lines, by
+tables of such rows, or of rows as train_gpt2.FLAGS, which has the trainer's."""
 import argparse
 import difflib
 import sys
+from collections.abc import Callable
+from typing import NamedTuple
 
 from train_gpt2 import FLAG_TYPES, Parser, add_flag, number
 
@@ -11,6 +14,34 @@ ELSEWHERE = {"--lr": "--learning-rate", "--wd": "--weight-decay", "--max-steps":
              "--max-iters": "--steps"}
 OWN = {"level": number(int, 0, 3), "names": str}  # types that the trainer's flags lack
 TYPES = FLAG_TYPES | OWN
+
+
+def key_of(row):
+    """The name of a row's flag among the attributes of flags."""
+    return row[1].removeprefix("--").replace("-", "_")
+
+
+class Flag(NamedTuple):
+    """A flag: the five fields of a row of train_gpt2.FLAGS, and more. It replaces a row of the same
+    name there."""
+    letter: str
+    name: str
+    kind: object
+    default: object
+    text: str
+    group: str = ""  # its headline in --help; a row that is replaced stays where it is
+    after: str = ""  # the flag that it follows there
+    needs: str = ""  # the flag that it is useless without
+    path: bool = False  # its value names files to read: absolute in run_*.json, needed by -y 1
+    replayed: bool = True  # whether --replay takes the run's value
+    # With -y 1: whether it takes the run's value if none is given, must have that value, or may
+    # have another without a warning (a function of the flags: whether it may)
+    restored: bool = True
+    must_agree: bool = False
+    may_differ: bool | Callable = False
+
+    key = property(key_of)
+    short = property(lambda self: self.letter or self.name)
 
 
 class NearParser(Parser):

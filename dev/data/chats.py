@@ -38,8 +38,8 @@ import string
 import numpy as np
 
 from dev.data.documents import cleaned
+from dev.data.masks import mask_path, write_mask
 from dev.data.text import both, call_tiktoken
-from dev.features.masked import mask_path, write_mask
 from prepro_tinyshakespeare import VAL_TOKENS, write_tokens
 from train_gpt2 import UserError
 

@@ -1,5 +1,6 @@
-"""The text that a first run trains on, as bytes: tinyshakespeare; or, without a network, the prose
-of this repository, which is its own documentation.
+"""Where a run without -i finds its tokens: tinyshakespeare's; and the text that a first run trains
+on, as bytes: the same, or, without a network, the prose of this repository, which is its own
+documentation.
 
 Both are one document, so that the loss is comparable with that of other trainings on characters.
 """
@@ -14,12 +15,14 @@ from dev.data.documents import cleaned
 from dev.data.own_text import tokens_of, write_set
 from dev.data.text import both
 from dev.data.vocabulary import tokenizer_path, vocabulary_of
-from prepro_tinyshakespeare import download_tinyshakespeare
-from train_gpt2 import UserError
+from prepro_tinyshakespeare import download_tinyshakespeare, prepare_tinyshakespeare
+from train_gpt2 import DATA, UserError, other_part
 
 TOP = Path(__file__).resolve().parents[2]
 TINYSHAKESPEARE = Path("data/tinyshakespeare_bytes/tinyshakespeare_bytes_{}.bin")
 REPOSITORY = Path("data/repository_bytes/repository_bytes_{}.bin")
+SPELLINGS = [DATA, *(f"data/{name}/{name}_{{}}.bin"  # as prepro's --name writes them
+                     for name in ("tinyshakespeare", "tiny_shakespeare"))]
 PROSE = re.compile(r"\b(the|a|an|and|or|of|to|in|is|are|be|it|this|that|with|for|as|on|by|not|you"
                    r"|if|which)\b", re.I)
 
@@ -100,3 +103,21 @@ def first_text():
     except UserError as e:
         print(f"WARNING: {e}. Training on the text of this program's own files instead.")
         return prepare_repository()
+
+
+def data_paths(train, val):
+    """The paths of the tokens to train and to validate on. If one is None, it is named like the
+    other: see other_part. If both are None, they are tinyshakespeare's, in the spelling that was
+    written last. It is prepared if it is missing; without a network they are the bytes of this
+    program's own text. Raises UserError."""
+    if train or val:
+        return [train or other_part(val, "val", "train"), val or other_part(train, "train", "val")]
+    found = [paths for paths in map(both, SPELLINGS) if all(map(os.path.exists, paths))]
+    if found:
+        return max(found, key=lambda paths: os.path.getmtime(paths[0]))
+    try:
+        prepare_tinyshakespeare()
+        return both(DATA)
+    except UserError as e:
+        print(f"WARNING: {e}. Training on the bytes of this program's own text instead.")
+    return prepare_repository()

@@ -4,25 +4,33 @@
     python -m dev.data.hellaswag --input hellaswag_val.jsonl
 
 A question is the beginning of a text, the context, and four endings; the label says which is real.
-dev/features/hellaswag_score.py describes the file. Endings are tokenized with a space before them,
-and there is no <|endoftext|>. The download is 6 MB, which huggingface_hub keeps in its cache. It is
-tokenized as it is; questions of --input are cleaned as texts to train on.
+Endings are tokenized with a space before them, and there is no <|endoftext|>. The download is 6 MB,
+which huggingface_hub keeps in its cache. It is tokenized as it is; questions of --input are cleaned
+as texts to train on.
+
+The file has llm.c's format: a header of 256 int32 (magic 20240522, version 1, number of examples,
+bytes of the longest), then for each example uint16:
+
+    65535, its bytes, its index, label, 4        its bytes include these five numbers
+    n, n tokens                                  the context, in GPT-2's tokens
+    n, n tokens   four times                     the completions
 """
 import functools
 from pathlib import Path
 
 import numpy as np
 
+from dev.common.files import checked_header
 from dev.common.flags import parse_flags
 from dev.common.program import run_main
 from dev.data.documents import cleaned
 from dev.data.hub import download, list_files
 from dev.data.tables import read_rows, table_files
 from dev.data.text import call_tiktoken
-from dev.features.file_kinds import checked_header
-from dev.features.hellaswag_score import COMPLETIONS, EVAL_FILE, START
-from train_gpt2 import UserError, gpt2_encoding, make_header, replace_file
+from train_gpt2 import FileKind, UserError, gpt2_encoding, make_header, replace_file
 
+EVAL_FILE = FileKind("HellaSwag file", 20240522, (1,), "dev/data/hellaswag.py writes one")
+START, COMPLETIONS = 65535, 4
 REPO = "Rowan/hellaswag"
 FLAGS = [
     (None, "--input", str, None, "a .jsonl or .parquet file with ctx, endings and label, instead "

@@ -22,10 +22,9 @@ from pathlib import Path
 
 import numpy as np
 
+from dev.common.files import checked_header, paths_of
 from dev.data.hub import library
 from dev.data.text import call_tiktoken
-from dev.features.file_kinds import checked_header
-from dev.features.shuffled_loader import paths_of
 from prepro_tinyshakespeare import END_OF_TEXT
 from train_gpt2 import (EOT, HEADER_BYTES, FileKind, UserError, gpt2_encoding, make_header,
                         replace_file)

@@ -1,16 +1,13 @@
-"""The map of the features, from what they declare: file, what it does, flags.
+"""A map of the features, from what they declare: file, what it does, flags. Then the order in which
+they stack, and why.
 
     python -m dev.features
     python -m dev.features | grep -i checkpoint
 """
 import re
-import sys
-from pathlib import Path
 
 from dev.common.program import run_main
-from dev.features import order  # noqa: F401 (it imports all features)
-
-HERE = Path(__file__).resolve().parent
+from dev.features.order import DECLARED, ORDER
 
 
 def first_sentence(text):
@@ -21,21 +18,18 @@ def first_sentence(text):
 
 def rows():
     """[(file, what it does, names of flags)] of the modules that declare a feature, by file."""
-    found = []
-    for path in sorted(HERE.glob("**/*.py")):
-        declared = re.findall(r"^(\w+) = Feature\(", path.read_text(encoding="utf-8"), re.M)
-        if declared:
-            name = ".".join(path.relative_to(HERE).with_suffix("").parts)
-            module = sys.modules[f"dev.features.{name}"]
-            flags = [flag.name for name in declared for flag in getattr(module, name).flags]
-            found.append((str(path.relative_to(HERE)), first_sentence(module.__doc__), flags))
-    return found
+    return [(file, first_sentence(module.__doc__),
+             [flag.name for feature in features for flag in feature.flags])
+            for file, (module, features) in DECLARED.items()]
 
 
 def main():
-    """Print the map."""
+    """Print both."""
     for path, text, flags in rows():
         print(" | ".join(filter(None, (f"{path:24}", text, " ".join(flags)))))
+    print("\nThe order, the outermost first; all others stand below these, by name:")
+    for name, reason in ORDER.items():
+        print(f"{name:24} | {reason}")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import re
 
 from dev.common.config import checkpoint_parts
 from dev.features.checkpoints.checkpoint_files import FILES
-from dev.features.declare import Feature, Flag, Pair, trains
+from dev.features.feature import Feature, Flag, Pair, trains
 
 FILE = "best_{:08d}.bin"
 # best: the step of the lowest loss; waited: validations since; judged: the last one's step

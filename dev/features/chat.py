@@ -14,7 +14,7 @@ import sys
 
 from dev.data import chats
 from dev.data.documents import cleaned
-from dev.features.declare import Feature, Flag
+from dev.features.feature import Feature, Flag
 from dev.features.sample import GROUP
 from dev.features.tokenizer import encoding_of_model
 from train_gpt2 import UserError

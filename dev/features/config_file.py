@@ -18,7 +18,7 @@ from pathlib import Path
 
 from dev.common.flags import TYPES, with_values
 from dev.features.checkpoints.run_json import is_flag
-from dev.features.declare import Feature, Flag
+from dev.features.feature import Feature, Flag
 from train_gpt2 import UserError
 
 

@@ -5,7 +5,7 @@ from dev.common.config import Config
 from dev.common.cuda_source import check_arrays
 from dev.cpu.device import Cpu
 from dev.cpu.emulated import Emulated
-from dev.features.declare import Feature, Flag, stack
+from dev.features.feature import Feature, Flag, stack
 from train_gpt2 import UserError
 
 

@@ -1,5 +1,5 @@
 """Flags that a run may have and that are hardly meant: it begins with a warning for each."""
-from dev.features.declare import Feature
+from dev.features.feature import Feature
 
 
 def doubts(run):

@@ -17,15 +17,13 @@ gradient of the stream goes on unchanged, and a product with a branch's weights 
 of it, back.dbranch. On a GPU that takes 4 more launches per layer and 8 passes over (N,C) numbers;
 and the biases' gradients need passes of their own, since fused_biases.py sums what is not dropped.
 """
-from pathlib import Path
-
-from dev.features.declare import Feature, Flag
-from dev.features.seams import Counted
+from dev.features.base import Counted
+from dev.features.feature import Feature, Flag, kernels_of
 from train_gpt2 import PARTIAL_ROWS, Row
 
 import numpy as np
 
-SOURCE = Path(__file__).resolve().with_suffix(".cu")
+SOURCE = kernels_of(__file__)
 
 
 # What makes a branch, and which site of its layer that is

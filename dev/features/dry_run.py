@@ -7,7 +7,7 @@ import numpy as np
 
 from dev.common.bf16 import to_bf16
 from dev.features import muon
-from dev.features.declare import Feature, Flag
+from dev.features.feature import Feature, Flag
 from dev.features.peak import flops_per_token
 from dev.features.terminal import duration
 from train_gpt2 import BF16

@@ -11,16 +11,15 @@ fp32 parameters. Training never reads it. A step without an update does not chan
 With -o it is written beside each model_*.bin as ema_*.bin, an fp32 checkpoint that -e and --sample
 take. A resumed run (-y 1) reads it from there.
 """
-from pathlib import Path
 
 import numpy as np
 
 from dev.common.config import read_parameters
 from dev.features.checkpoints.state_file import finite
-from dev.features.declare import Feature, Flag, Pair
+from dev.features.feature import Feature, Flag, Pair, kernels_of
 from train_gpt2 import UserError
 
-SOURCE = Path(__file__).resolve().with_name("ema.cu")
+SOURCE = kernels_of(__file__)
 FILE = "ema_{:08d}.bin"
 
 

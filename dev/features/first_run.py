@@ -10,8 +10,8 @@ import signal
 
 from dev.common.config import checkpoint_parts
 from dev.data.vocabulary import vocabulary_beside, write_vocabulary
-from dev.features.declare import Feature, trains
 from dev.features.devices import ON_CPU
+from dev.features.feature import Feature, trains
 from train_gpt2 import replace_file
 
 # The defaults of a small model, by device: AdamW, as train_gpt2.py has it. On the CPU fewer layers

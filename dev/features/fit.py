@@ -4,7 +4,7 @@ error names the largest batch that fits.
 import bisect
 
 from dev.common.host_memory import available_memory
-from dev.features.declare import Feature
+from dev.features.feature import Feature
 from train_gpt2 import BF16, UserError, offsets, size_of
 
 # Bytes that the first step takes besides: CuPy, cuBLAS and the driver; on the CPU NumPy and

@@ -13,16 +13,15 @@ compiled with fused_biases.cuh, whose Output carries where the sums of columns g
 """
 import re
 import zlib
-from pathlib import Path
 
 import numpy as np
 
 from dev.common.cuda_source import without_comments
-from dev.features.declare import Feature, is_fast
 from dev.features.devices import address_of
+from dev.features.feature import Feature, is_fast, kernels_of
 from train_gpt2 import PARTIAL_ROWS, Row, ceil_div, layernorm_backward_launch
 
-SOURCE = Path(__file__).resolve().with_suffix(".cu")
+SOURCE = kernels_of(__file__)
 OUTPUT = SOURCE.with_suffix(".cuh")  # in place of kernels.cu's struct Output
 
 

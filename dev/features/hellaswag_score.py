@@ -5,25 +5,17 @@ An example of HellaSwag (Zellers et al. 2019) is a text that breaks off, and fou
 of which is right. The model predicts the completion whose tokens have the smallest mean loss. The
 score is the share of right predictions (elsewhere called acc_norm). Guessing scores 0.25, OpenAI's
 GPT-2 of 124M parameters 0.2945.
-
-The file has llm.c's format: a header of 256 int32 (magic 20240522, version 1, number of examples,
-bytes of the longest), then for each example uint16:
-
-    65535, its bytes, its index, label, 4        its bytes include these five numbers
-    n, n tokens                                  the context, in GPT-2's tokens
-    n, n tokens   four times                     the completions
 """
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from dev.features.declare import Feature, Flag, Pair
-from dev.features.file_kinds import checked_header
-from train_gpt2 import HEADER_BYTES, FileKind, UserError
+from dev.common.files import checked_header
+from dev.data.hellaswag import COMPLETIONS, EVAL_FILE, START
+from dev.features.feature import Feature, Flag, Pair
+from train_gpt2 import HEADER_BYTES, UserError
 
-EVAL_FILE = FileKind("HellaSwag file", 20240522, (1,), "dev/data/hellaswag.py writes one")
-START, COMPLETIONS = 65535, 4
 PARTS = "context", *(f"completion {i}" for i in range(COMPLETIONS))
 PADDING = 128  # rows are padded to a multiple of this, so that batches have few shapes
 

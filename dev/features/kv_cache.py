@@ -18,17 +18,16 @@ each token: then every token costs a full pass, as it does with --kv-cache 0. A 
 anything else, such as a training step, empties the cache.
 """
 import itertools
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 
-from dev.features.declare import Feature, Flag, Pair
 from dev.features.devices import address_of
+from dev.features.feature import Feature, Flag, Pair, kernels_of
 from dev.features.sample import choose
 from train_gpt2 import Row, carve, ceil_div, layer_of, to_float
 
-SOURCE = Path(__file__).resolve().with_suffix(".cu")
+SOURCE = kernels_of(__file__)
 FEW = 4  # rows of token_linear, at most
 CHUNK = 256  # keys of a block of token_attention
 STEPS = 8  # at most this many missing tokens are passed one by one, more by a full pass

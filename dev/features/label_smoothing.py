@@ -8,11 +8,9 @@ far above the others:
 Only the training loss is smoothed. Validations and HellaSwag use the plain loss, so they compare
 with other runs. See label_smoothing.cu.
 """
-from pathlib import Path
+from dev.features.feature import Feature, Flag, kernels_of
 
-from dev.features.declare import Feature, Flag
-
-SOURCE = Path(__file__).resolve().with_suffix(".cu")
+SOURCE = kernels_of(__file__)
 
 
 class Smoothed:

@@ -1,7 +1,7 @@
 """Queue each step before the last one is reported, so that the GPU need not wait for the host."""
 import time
 
-from dev.features.declare import Feature, is_fast
+from dev.features.feature import Feature, is_fast
 from train_gpt2 import Verdict
 
 

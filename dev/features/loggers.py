@@ -26,7 +26,7 @@ from pathlib import Path
 
 from dev.features.checkpoints.json_log import FEATURE as JSON_LOG
 from dev.features.checkpoints.json_log import JsonLog
-from dev.features.declare import Feature, Flag
+from dev.features.feature import Feature, Flag
 from train_gpt2 import UserError
 
 

@@ -4,16 +4,15 @@ They are rounded stochastically. A number's random bits depend on the seed, the 
 number's index among all parameters in memory. So they are the same with --zero 1, where a rank has
 only pieces of the tensors.
 """
-from pathlib import Path
 
 import numpy as np
 
-from dev.features.declare import Feature, Flag, Pair
+from dev.features.base import Counted
+from dev.features.feature import Feature, Flag, Pair, kernels_of
 from dev.features.ranks.ranks import cut
-from dev.features.seams import Counted
 from train_gpt2 import BF16, Row, offsets
 
-SOURCE = Path(__file__).resolve().with_name("moments.cu")
+SOURCE = kernels_of(__file__)
 
 
 def in_bf16(tables):

@@ -58,17 +58,16 @@ Polar Express's four, 422-fold, did not. NorMuon's second moment and cautious de
 than another seed does, so they are not here.
 """
 import ctypes
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from dev.common.bf16 import to_bf16
-from dev.features.declare import Feature, Flag, Pair, stack
+from dev.features.feature import Feature, Flag, Pair, kernels_of, stack
 from train_gpt2 import (BF16, EPILOGUES, LOW, Row, address, carve, ceil_div, offsets,
                         stride_of, to_float)
 
-SOURCE = Path(__file__).resolve().with_name("muon.cu")
+SOURCE = kernels_of(__file__)
 HIDDEN = ("qkvw", "attprojw", "fcw", "fcprojw")
 COEFFICIENTS = {  # (a, b, c) of each iteration
     "polar-express": [(8.156555, -22.483293, 15.878770), (4.042930, -2.808917, 0.500018),

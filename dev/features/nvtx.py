@@ -9,8 +9,8 @@ ranges, so they are launched one by one, as with --graph 0.
 """
 import functools
 
-from dev.features.declare import Feature, Flag
 from dev.features.devices import WithoutGraphs
+from dev.features.feature import Feature, Flag
 from dev.features.replay import PARTS
 
 

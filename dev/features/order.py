@@ -1,48 +1,92 @@
-"""The order of features: what the program can do beyond training on one GPU.
+"""The features, and the order in which they stack: what the program can do beyond training on one
+GPU.
 
 A feature is a module of dev/features with subclasses of the model (train_gpt2.GPT2), of the
-training (train_gpt2.Training) or of a device, which override methods and call super(). Its
-declaration, see declare.py, says which flags ask for it. The classes of the features that a run
-asks for are stacked in the order of FEATURES, the first outermost, on top of the plain program's,
-and make classes for this run only. Features that only listen are observers, beside the stack.
+training (train_gpt2.Training) or of a device, which override methods and call super(). It ends with
+a declaration, see feature.py, that says which flags ask for it. Whoever writes one need not name it
+here. The classes of the features that a run asks for are stacked on top of the plain program's, the
+first of FEATURES outermost, and make classes for this run only. Features that only listen are
+observers, beside the stack.
 
 train_gpt2.main calls program here. Without this file it still trains on a GPU.
 """
+import re
+from importlib import import_module
+from pathlib import Path
+
 from dev.common.program import run_main
 import train_gpt2
 from dev.common import gpus
-from dev.common.flags import parse_flags, with_values
+from dev.common.flags import Flag, key_of, parse_flags, with_values
 from dev.common.gpus import has_gpu
-from dev.features import (
-    best, chat, config_file, devices, doubts, dropout, dry_run, ema, file_kinds, first_run, fit,
-    fused_biases, hellaswag_score, kv_cache, label_smoothing, late_reports, loggers, masked,
-    moments, muon, nvtx, outliers, overfit, own_sizes, peak, products, recompute, relu_attention,
-    replay, sample, schedule, shuffled_loader, signals, start, terminal, tokenizer)
-from dev.features.checkpoints import json_log, newest, training
+from dev.features import config_file, devices, first_run, replay, sample
+from dev.features.base import GPT2, Training
+from dev.features.checkpoints import newest
 from dev.features.checkpoints.run_folder import RunFolder
-from dev.features.declare import Flag, key_of, stack, trains
-from dev.features.fp8 import fp8, fp8_all, fp8_all_llama, fp8_gelu, fp8_head
-from dev.features.hopper import attention_five, gelu_products, swiglu_products, symmetric
+from dev.features.feature import stack, trains
 from dev.features.output import go_on_without_output
-from dev.features.ranks import bf16_sums, launch, ranks, zero
+from dev.features.ranks import launch
 from dev.features.ranks.environment import launched
-from dev.features.seams import GPT2, Training
 from train_gpt2 import UserError
 
-# What wraps stands above what it wraps: make_model of the first ends last.
-FEATURES = [
-    terminal.PRINTING, doubts.FEATURE, file_kinds.FEATURE, peak.FEATURE, nvtx.FEATURE,
-    dry_run.FEATURE, chat.ANSWERS, chat.FEATURE, sample.FEATURE, kv_cache.FEATURE,
-    hellaswag_score.FEATURE, overfit.FEATURE, fp8_head.FEATURE, fp8.FEATURE, config_file.FEATURE,
-    loggers.FEATURE, best.FEATURE, outliers.FEATURE, masked.FEATURE, bf16_sums.FEATURE,
-    zero.FEATURE, ranks.FEATURE, sample.CONTROLLED, training.KEPT, json_log.FEATURE,
-    training.RESUMED, first_run.INTERRUPTED, signals.FEATURE, tokenizer.FEATURE, dropout.FEATURE,
-    replay.FEATURE, ema.FEATURE, symmetric.FEATURE, muon.FEATURE, moments.FEATURE, recompute.INSIDE,
-    recompute.LAYERS, label_smoothing.FEATURE, recompute.HINT, fit.FEATURE, first_run.FEATURE,
-    own_sizes.FEATURE, fp8_gelu.FEATURE, fp8_all.FEATURE, fp8_all_llama.FEATURE, fp8.PRODUCTS,
-    relu_attention.FEATURE, schedule.FEATURE, shuffled_loader.FEATURE, late_reports.FEATURE,
-    gelu_products.FEATURE, swiglu_products.FEATURE, fused_biases.FEATURE, attention_five.FEATURE,
-    products.FEATURE, start.TIMED, start.LATER, devices.NO_GRAPH, devices.CPU, terminal.FEATURE]
+HERE = Path(__file__).resolve().parent
+# {feature: why it stands above those that follow}, the outermost first. All others, by name, stand
+# below these, next to the plain program: no two of them change the same thing, which a test holds.
+ORDER = {
+    "printing": "a step's line comes before what other observers say of the step",
+    "nvtx": "its ranges hold all that a pass, a layer or a kernel does",
+    "files": "an error of all below about -e, -i or -j may be that of a wrong kind of file",
+    "dry run": "its run() ends before a training, a sample or a chat would begin",
+    "answers": "its encode() and stop take the place of tokenizer's and sample's",
+    "chat": "its run() takes the place of sample's",
+    "sample": "its run() takes the place of a training's, which signals watches",
+    "kv cache": "its next_logits() takes the place of dropout's: it drops nothing",
+    "hellaswag": "scores after best has judged the loss",
+    "overfit": "its data_paths() gives -j's to all steps; those below note and check -i's, too",
+    "fp8 head": "adds to fp8's table and weights",
+    "fp8": "prepares what a pass, a layer or a part below reads, and casts what zero has updated",
+    "loggers": "opens its logs before runs begins a folder, and closes them after it",
+    "best": "judges after zero has gathered the parameters",
+    "outliers": "judges last, after masked targets has skipped steps without targets",
+    "masked targets": "wraps any loss, and makes gradients means before zero takes their norm",
+    "bf16 sums": "casts before and after the sums of zero and ranks",
+    "zero": "its cuts and sums take the place of ranks'; it gathers before runs saves",
+    "ranks": "compares what runs has restored; rank 0 alone samples, prepares and downloads",
+    "runs": "restores what ema began, and saves before explain ends the run",
+    "interrupted first run": "speaks in the place of signals, and samples after it",
+    "signals": "sees a signal before late reports asks whether the run pauses",
+    "tokenizer": "finds the vocabulary of the paths that own sizes chose",
+    "dropout": "drops before recompute 2, fp8 and others replace the layer's parts",
+    "ema": "averages after the update, be it Muon's or that of bf16 moments",
+    "symmetric products": "they take the place of Muon's",
+    "recompute 2": "computes a layer again without the gathering and counting above",
+    "hint": "its half of the error comes before memory's",
+    "own sizes": "keeps the paths that loader has found",
+    "fp8 GELU products": "they take the place of fp8 all's where the shapes fit",
+    "fp8 all": "its gradients of weights take the place of fp8 products'",
+    "fp8 all of Llama": "the same",
+    "fp8 products": "they take the place of the trainer's",
+    "gelu products": "they have the sums of rows that fused biases would make",
+    "samples later": "takes kv_cache.cu away before start's clock runs",
+    "fused biases": "prepares the sums that attention's kernels make: those of five products, too",
+}
+
+
+def declared():
+    """{file: its Features} of the modules that declare any; all are imported."""
+    found = {}
+    for path in sorted(HERE.glob("**/*.py")):
+        names = re.findall(r"^(\w+) = Feature\(", path.read_text("utf-8"), re.M)
+        if names:
+            file = path.relative_to(HERE)
+            module = import_module(".".join(("dev.features", *file.with_suffix("").parts)))
+            found[file.as_posix()] = module, [getattr(module, name) for name in names]
+    return found
+
+
+DECLARED = declared()
+FEATURES = sorted((each for _, features in DECLARED.values() for each in features),
+                  key=lambda each: ([*ORDER, each.name].index(each.name), each.name))
 FLAGS = [flag for feature in FEATURES for flag in feature.flags]
 SOURCES = [*dict.fromkeys(path for feature in FEATURES for each in (feature, *feature.pairs)
                           for path in each.sources)]

@@ -10,15 +10,14 @@ The device decides, because the host may read a step's loss only after the next 
 ranks have the same loss and norm, so they decide alike. A checkpoint's run_*.json has the last 128
 losses and norms. If they are missing, a warning says so, and they are collected anew.
 """
-from pathlib import Path
 
 import numpy as np
 
-from dev.features.declare import Feature, Flag, numbers
-from dev.features.seams import Counted
+from dev.features.base import Counted
+from dev.features.feature import Feature, Flag, kernels_of, numbers
 from train_gpt2 import Row
 
-SOURCE = Path(__file__).resolve().with_name("outliers.cu")
+SOURCE = kernels_of(__file__)
 WINDOW = 128  # steps, as in outliers.cu
 
 

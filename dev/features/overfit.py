@@ -1,6 +1,6 @@
 """--overfit: train on the first batch of -j over and over. The loss falls to nearly 0 if the model
 can learn anything at all."""
-from dev.features.declare import Feature, Flag
+from dev.features.feature import Feature, Flag
 
 
 class Overfit:

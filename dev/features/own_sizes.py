@@ -9,7 +9,7 @@ import dataclasses
 
 from dev.common.config import Config
 from dev.data.first_text import first_text
-from dev.features.declare import Feature
+from dev.features.feature import Feature
 
 
 class OwnSizes:

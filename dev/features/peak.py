@@ -1,7 +1,7 @@
 """The line of a step ends with the share of the GPU's peak FLOP/s that it reaches."""
 import functools
 
-from dev.features.declare import Feature
+from dev.features.feature import Feature
 
 # Dense FLOPs of a multiprocessor per clock, from NVIDIA's architecture white papers
 FLOPS_PER_CLOCK = {  # by compute capability

@@ -10,7 +10,7 @@ import re
 import numpy as np
 
 from dev.common.cache import read_cache, write_cache
-from dev.features.declare import Feature, is_fast
+from dev.features.feature import Feature, is_fast
 from dev.features.peak import peak_of
 
 

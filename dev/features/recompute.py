@@ -15,12 +15,11 @@ kernel, and a last bit may differ.
 Llama 3 has other norms and another MLP, so each level has a small class for it.
 """
 import contextlib
-from pathlib import Path
 
-from dev.features.declare import Feature, Flag, Pair
-from dev.features.seams import SharedLayers
+from dev.features.base import SharedLayers
+from dev.features.feature import Feature, Flag, Pair, kernels_of
 
-SOURCE = Path(__file__).resolve().with_suffix(".cu")
+SOURCE = kernels_of(__file__)
 LLAMA_SOURCE = SOURCE.with_name("recompute_llama.cu")
 
 

@@ -1,6 +1,6 @@
 """--attention relu: attention weights are max(0, q.k / sqrt(HS)) instead of a softmax (Wortsman et
 al. 2023). kernels.cu has both; a switch says which it is compiled for."""
-from dev.features.declare import Feature, Flag
+from dev.features.feature import Feature, Flag
 
 
 class ReluAttention:

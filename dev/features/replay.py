@@ -19,8 +19,8 @@ import numpy as np
 from dev.common.config import read_parameters
 from dev.common.cuda_source import parameters_of
 from dev.common.flags import with_values
-from dev.features.declare import Feature, Flag, Pair
 from dev.features.devices import address_of
+from dev.features.feature import Feature, Flag, Pair
 from train_gpt2 import UserError, batch_table, carve, pack_batch, replace_file, to_float
 
 # Methods of the model that a report names

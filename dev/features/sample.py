@@ -23,7 +23,7 @@ import numpy as np
 
 from dev.common.flags import with_values
 from dev.data.documents import cleaned, read_utf8
-from dev.features.declare import Feature, Flag
+from dev.features.feature import Feature, Flag
 from train_gpt2 import UserError, coins, draw_token
 
 # ---- Which token

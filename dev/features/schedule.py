@@ -7,7 +7,7 @@
 """
 import numpy as np
 
-from dev.features.declare import Feature, Flag
+from dev.features.feature import Feature, Flag
 
 
 class Scheduled:

@@ -9,7 +9,7 @@ import select
 import signal
 import threading
 
-from dev.features.declare import Feature
+from dev.features.feature import Feature
 
 PATIENCE = 10  # seconds without a finished step, after which a run says what takes so long
 

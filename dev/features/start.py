@@ -11,7 +11,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 from dev.features import kv_cache
-from dev.features.declare import Feature, is_fast
+from dev.features.feature import Feature, is_fast
 from train_gpt2 import UserError, read_kernels, source_of
 
 KERNEL = re.compile(r'extern "C" __global__ void\s+(?:__launch_bounds__\(.*?\)\s*)?(?=\w+\()', re.S)

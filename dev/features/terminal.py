@@ -5,7 +5,7 @@ import sys
 
 import numpy as np
 
-from dev.features.declare import Feature
+from dev.features.feature import Feature
 from dev.features.peak import share_of_peak
 from train_gpt2 import Printer
 

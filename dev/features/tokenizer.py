@@ -12,10 +12,10 @@ from pathlib import Path
 
 import train_gpt2
 from dev.common.config import read_tokens
+from dev.common.files import paths_of
 from dev.data.vocabulary import (PRINTING, read_vocabulary, vocabulary_beside, vocabulary_bytes,
                                  vocabulary_of_checkpoint)
-from dev.features.declare import Feature, Pair
-from dev.features.shuffled_loader import paths_of
+from dev.features.feature import Feature, Pair
 from prepro_tinyshakespeare import END_OF_TEXT
 from train_gpt2 import EOT, UserError, gpt2_encoding, replace_file
 

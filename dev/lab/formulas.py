@@ -2,11 +2,11 @@
 
 df(dout, x) is the gradient of sum(dout * f(x)), or a list of gradients if there are several x.
 dev/tests/test_trainer.py and test_llama3.py compare each gradient with finite differences of its
-function. Those of GPT-2's forward pass are in dev/gpt2_numpy.py, and imported here.
+function. Those of GPT-2's forward pass are in dev/lab/gpt2_numpy.py, and imported here.
 """
 import numpy as np
 
-from dev.gpt2_numpy import (  # noqa: F401  (others import them from here)
+from dev.lab.gpt2_numpy import (  # noqa: F401  (others import them from here)
     causal, cross_entropy, gelu, layernorm, sigmoid, softmax)
 
 

@@ -14,10 +14,9 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from dev import gpt2_numpy
 from dev.common.config import Config
 from dev.common.cuda_source import checked_kernels, parameters_of, without_comments
-from dev.lab import formulas
+from dev.lab import formulas, gpt2_numpy
 from dev.lab.exercises import (EXERCISES, HELPERS, PREFIX, checks_of, command, exercise_names,
                                version_of)
 from dev.lab.ladder import KERNELS, Draw, find_ladder

@@ -34,10 +34,9 @@ from pathlib import Path
 import numpy as np
 
 from dev.common.config import Config, draw_parameters, padded, read_parameters, sizes_of
+from dev.common.files import checked_header, paths_of
 from dev.common.program import run_main
-from dev.features.file_kinds import checked_header
-from dev.features.seams import GPT2
-from dev.features.shuffled_loader import paths_of
+from dev.features.base import GPT2
 from dev.features.tokenizer import encoding_of_model, words_of_model
 from dev.llama3.tokens import BEGIN_ID, LLAMA_TOKENS, encoding, tokenizer_here, vocabulary
 from train_gpt2 import (BF16, EOT, HEADER_BYTES, PARTIAL_ROWS, FileKind, Row, UserError, ceil_div,

@@ -14,15 +14,15 @@ import numpy as np
 from dev.common.bf16 import to_bf16
 from dev.common.gpus import capability
 from dev.cpu.emulated import Emulated
-from dev.features.declare import stack
 from dev.features.devices import FastCuda, device_class
+from dev.features.feature import stack
 from dev.features.fused_biases import SOURCE as FUSED, SummedOutputs
+from dev.features.hopper import swiglu_products, symmetric
 from dev.features.hopper.attention_five import (
     HOPPER, ROWS, SOURCES as FIVE, blocks_of_keys, five_table, launch_delta, launch_dq,
     launch_five)
 from dev.features.hopper.gelu_products import (
     LONG, multiply_dgelu, multiply_gelu)
-from dev.features.hopper import swiglu_products, symmetric
 from dev.features.products import TimedProducts
 from dev.lab import heads
 from dev.lab.bench import BF16_LIMIT, Bench

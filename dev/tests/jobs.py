@@ -106,7 +106,7 @@ def train(device_name, count, folder, output, *flags, status=0, **keywords):
     return end(begin(device_name, count, folder, output, *flags, **keywords), status, output)
 
 
-def wrapped(folder, early="", late="", top=TOP, Model="dev.features.seams.GPT2"):
+def wrapped(folder, early="", late="", top=TOP, Model="dev.features.base.GPT2"):
     """The path of a program that trains as the trainer of this model does, after these lines: some
     before its import, others after it. They know their `rank`."""
     path = folder / f"wrapper_{secrets.token_hex(4)}.py"
@@ -116,7 +116,7 @@ top = {str(top)!r}
 {early}
 sys.path.insert(0, top)
 sys.argv[0] = top + "/train_gpt2.py"
-import train_gpt2, dev.features.shuffled_loader, dev.features.order
+import train_gpt2, dev.features.data_loader, dev.features.order
 import dev.features.ranks.launch, {Model.rpartition(".")[0]}
 {late}
 train_gpt2.run_main(lambda: dev.features.order.main(Model={Model}))
@@ -142,10 +142,10 @@ def changed(*args, **more):
 # since a GPU may be as late.
 POISONED = """
 import numpy as np
+from dev.features.base import GPT2
 from dev.features.ranks.collectives import Mpi
 from dev.features.ranks.ranks import Ranked
 from dev.features.ranks.zero import Sharded
-from dev.features.seams import GPT2
 Ranked.at_once = 1  # each layer by itself
 waiting, train_step, next_logits = [], Sharded.train_step, GPT2.next_logits
 def late(call):

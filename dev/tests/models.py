@@ -17,18 +17,19 @@ from unittest import mock
 import numpy as np
 
 from dev.common.config import check_tokens, checkpoint_parts, read_parameters
-from dev.common.flags import parse_flags
-from dev.features.declare import stack
-from dev.features.devices import device_class
-from dev.features.file_kinds import checked_header
-from dev.features.fp8.fp8 import fp8_device
-from dev.features.moments import SOURCE as MOMENTS
+from dev.common.files import checked_header
+from dev.common.flags import parse_flags, with_values
 from dev.common.gpus import GPUS, blocks_that_fit, capability
 from dev.common.nvrtc import compile_cuda, has_nvrtc
+from dev.features.base import GPT2, Training
+from dev.features.devices import device_class
+from dev.features.feature import stack
+from dev.features.fp8.fp8 import fp8_device
+from dev.features.moments import SOURCE as MOMENTS
 from dev.features.order import FLAGS as FEATURE_FLAGS, attach
+from dev.features.ranks.ranks import Ranks
 from dev.features.recompute import LLAMA_SOURCE as RECOMPUTE_LLAMA, SOURCE as RECOMPUTE
 from dev.features.relu_attention import ReluAttention
-from dev.features.seams import GPT2, Training
 from dev.lab.bench import BF16_LIMIT, Bench, noting, orders
 from dev.lab.formulas import heads, transposed
 from dev.lab.ladder import (config_of, describe_choice, find_ladder, launched_by, model_of,
@@ -169,10 +170,22 @@ def write_checkpoint(path, model):
                            checkpoint_parts(model.config, model.params, model.device.real)))
 
 
-def model_class(architecture, *given):
-    """An architecture's class with the features that these flags ask for."""
-    given = ("--kv-cache", "0", *given)  # tests of samples ask for it
-    return attach(parse_flags("", FEATURE_FLAGS, given), Training, architecture)[1]
+def model_class(architecture, *given, rank=0, count=1, **values):
+    """An architecture's class with the features that these flags ask for, on one of `count` ranks,
+    which never speaks to the others. values: of the trainer's flags."""
+    given = ("--kv-cache", "0", *map(str, given))  # tests of samples ask for it
+    flags = with_values(parse_flags("", FEATURE_FLAGS, given), **values)
+    ranks = Ranks.__new__(Ranks) if count > 1 else None
+    if ranks:
+        ranks.rank, ranks.count = rank, count
+    return attach(flags, Training, architecture, ranks)[1]
+
+
+def for_numpy(tensors, V):
+    """The parameters of dev/lab/gpt2_numpy.py, given the tensors of a checkpoint."""
+    p = SimpleNamespace(**{name: np.float64(to_float(values)) for name, values in tensors})
+    p.wte = p.wte[:V]
+    return p
 
 
 def poisoned_model(device, B, T, kind="softmax", recompute=0, moments="fp32", fp8="layers",

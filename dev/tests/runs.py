@@ -25,7 +25,7 @@ TRAINER = Path(train_gpt2.__file__).resolve()
 STEPS = ["-x", "4", "-v", "2", "-s", "2"]
 # What the ordinary commands replace, and by what
 REPLACED = {
-    "Training.make_device": "--device: features/seams.py makes any device, with features' kernels",
+    "Training.make_device": "--device: features/base.py makes any device, with features' kernels",
     "Training.next_logits": "keys and values that are kept: features/kv_cache.py",
     "parse_flags": "the flags of features: features/order.py, by the same add_flag"}
 # What only a GPU's ordinary commands replace besides; --plain 1 runs all but the last
@@ -34,7 +34,7 @@ REPLACED_ON_GPU = {
     "GPT2.norm_backward": "it sums the product's bias, too: features/fused_biases.py",
     "GPT2.bias_backward": "in most layers nothing is left for it: features/fused_biases.py",
     "Training.finish": "a step is queued before the last is reported: features/late_reports.py"}
-OF_CUDA = "Cuda.", "Kernel.", "stride_of"  # not on a CPU
+OF_CUDA = "Cuda.", "Kernel.", "source_of", "stride_of"  # not on a CPU
 
 
 def commands(folder, device):

@@ -7,11 +7,11 @@ import numpy as np
 
 from dev.common.bf16 import joined, master_numbers
 from dev.common.config import draw_parameters
-from dev.features.seams import GPT2
+from dev.features.base import GPT2
 from dev.lab.bench import KERNEL_LIMIT
 from dev.lab.heads import launch_trainers
-from dev.lab.ladder import stored
 from dev.lab.kernels.adamw import halves
+from dev.lab.ladder import stored
 from dev.tests.checks import EXACT, check, run, words
 from dev.tests.models import (ATTENTION, LIMITS, LOWER, SMALL_MODEL, device_of, fits, for_attention,
                               gradients, on_device, poison, poisoned_model, rounds_alone)

@@ -12,19 +12,19 @@ from unittest import mock
 
 import numpy as np
 
-from dev.tests import hopper
 from dev.common import gpus
 from dev.common.bf16 import to_bf16
+from dev.common.gpus import capability
 from dev.cpu import races
+from dev.features.base import GPT2, Training
+from dev.features.devices import device_class
 from dev.features.fp8.fp8 import fp8_device
 from dev.features.hopper import attention_five
 from dev.features.hopper.attention_five import FiveProducts
-from dev.common.gpus import capability
 from dev.features.order import FEATURES
-from dev.features.devices import device_class
-from dev.features.seams import GPT2, Training
 from dev.lab.bench import BF16_LIMIT
 from dev.llama3.train_llama3 import Config3, Llama3
+from dev.tests import hopper
 from dev.tests.checks import EXACT, check
 from dev.tests.models import AS_HOPPER, SMALL_MODEL, on_hopper, poisoned_model
 from train_gpt2 import offsets, pack_batch, to_float

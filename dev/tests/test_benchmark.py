@@ -14,7 +14,7 @@ from dev.bench.step_by_kernel import (Recorder, Recording, by_label, read_table,
                                       work_of_step)
 from dev.common.config import Config
 from dev.cpu.emulated import Emulated
-from dev.features.seams import GPT2, Training
+from dev.features.base import GPT2, Training
 from dev.tests.checks import EXACT, check, check_refusal, fast
 from dev.tests.models import FIXTURES
 from train_gpt2 import UserError, pack_batch

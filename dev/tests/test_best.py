@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 
-from dev.features import seams
+from dev.features import base
 from dev.features.checkpoints import background_writer
 from dev.tests.checks import TINY, check, fast
 from dev.tests.trainings import call, check_error, killed_in, ran, trained
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("token_data")
 def train(output, losses, *flags, **more):
     """Train with these validation losses. Returns what is printed, with an error's line."""
     every = () if "-y" in flags else ("-x", 12, "-v", 2, "-m", 1)
-    with mock.patch.object(seams.Training, "total_loss",
+    with mock.patch.object(base.Training, "total_loss",
                            lambda self, batches: losses[self.model.step // 2]):
         return trained(output, *every, *flags, **more)
 
@@ -137,7 +137,7 @@ def test_patience_is_restored(folder):
     check("an equal loss is no new lowest", "stopped after 8 of 12" in text, text[-500:])
     text = train(folder / "last", (6, 5, 4, 3, 2, 2, 2), "--patience", 2)
     check("at the last step: a normal end", "stopped after" not in text and "\n12 steps in" in text)
-    with mock.patch.object(seams.Training, "total_loss", lambda self, batches: float("nan")):
+    with mock.patch.object(base.Training, "total_loss", lambda self, batches: float("nan")):
         text = "".join(call("--device", "cpu", "-e", TINY, "-i", folder / "part_train_0.bin", "-j",
                             folder / "part_val_0.bin", "-b", 2, "-t", 8, "-x", 12, "-v", 2, "-m", 1,
                             "-s", 0, "--patience", 3)[1:])

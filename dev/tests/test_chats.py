@@ -14,9 +14,9 @@ import tiktoken
 from dev.data import chats, own_text
 from dev.data.chats import (Llama, Plain, conversation_of, prompt, read_conversations, rows_of,
                             template_of_encoding, tokens_of_conversation)
+from dev.data.masks import read_mask, row_of
 from dev.data.vocabulary import BYTES, END, PATTERN, Vocabulary, read_vocabulary
 from dev.features import sample
-from dev.features.masked import read_mask, row_of
 from dev.llama3 import tokens as llama_tokens
 from dev.tests.checks import check, check_refusal
 from dev.tests.trainings import call, place_of

@@ -10,8 +10,8 @@ import pytest
 
 import train_gpt2
 from dev.features import config_file, order
+from dev.features.base import GPT2
 from dev.features.order import table_of_flags
-from dev.features.seams import GPT2
 from dev.tests.checks import FIXTURES, TINY, check, fast
 from dev.tests.trainings import LLAMA, call, check_error, ran
 

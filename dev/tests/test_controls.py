@@ -13,7 +13,7 @@ import numpy as np
 
 from dev.data.vocabulary import vocabulary_of, write_vocabulary
 from dev.features.chat import Chatting
-from dev.features.declare import stack
+from dev.features.feature import stack
 from dev.features.order import main
 from dev.features.sample import Sampling, choose, generate, nucleus, read_prompt, stream, texts
 from dev.features.tokenizer import Tokenized

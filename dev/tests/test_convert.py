@@ -12,7 +12,7 @@ import numpy as np
 
 from dev.common.bf16 import to_bf16
 from dev.common.config import Config, read_parameters
-from dev.features.seams import GPT2
+from dev.features.base import GPT2
 from dev.llama3.train_llama3 import Config3
 from dev.tests.checks import (TINY, check, check_bad_files, check_refusal, fast, header_refusal,
                               output_of, with_numbers)

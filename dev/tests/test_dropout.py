@@ -11,11 +11,10 @@ from dev.common.config import Config, draw_parameters
 from dev.common.flags import parse_flags
 from dev.cpu.emulated import Emulated
 from dev.features import order
+from dev.features.base import GPT2, Training
 from dev.features.devices import make_device
 from dev.features.dropout import SOURCE
-from dev.features.ranks.ranks import Ranks
 from dev.features.recompute import LLAMA_SOURCE, SOURCE as RECOMPUTE
-from dev.features.seams import GPT2, Training
 from dev.lab.kernels.adamw_bf16 import splitmix64
 from dev.llama3.train_llama3 import Config3, Llama3
 from dev.tests.checks import EXACT, FIXTURES, TINY, check, check_refusal, normal, words
@@ -53,13 +52,7 @@ def dropped_model(device_name, Model=GPT2, P=0.25, rank=0, count=1, flags=()):
     """A model with --dropout, in step 3 of a run with seed 7."""
     device = device_for(place_of(device_name), "fp32", Model)
     given = "--dropout", f"{P}", "--seed", "7", *flags
-    if count > 1:
-        ranks = Ranks.__new__(Ranks)
-        ranks.rank, ranks.count = rank, count
-        kind = order.attach(parse_flags("", order.FLAGS, given), Training, Model, ranks)[1]
-    else:
-        kind = model_class(Model, *given)
-    model = kind(CONFIGS[Model], device, B, T)
+    model = model_class(Model, *given, rank=rank, count=count)(CONFIGS[Model], device, B, T)
     model.set_parameters((name, 4 * values if values.ndim > 2 else values)
                          for name, values in draw_parameters(CONFIGS[Model], 1))
     model.count_step(3)
@@ -244,8 +237,7 @@ def test_runs_in_fp8(device_name, folder):
 
 def test_steps_again():
     """A step that is replayed, or looked at again, drops what it dropped the first time."""
-    given = "--dropout", "0.5", "--seed", "7"
-    flags = parse_flags("", order.FLAGS, given)
+    flags = parse_flags("", order.FLAGS, ("--dropout", "0.5", "--seed", "7"))
     Run, Model = order.attach(flags, Training, GPT2)
     training = Run(Model.flags)
     model = dropped_model("emulated")

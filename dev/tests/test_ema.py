@@ -1,21 +1,19 @@
 """Test --ema against the recurrence in NumPy, and runs that save the average and resume with it. On
 the CPU only."""
-from types import SimpleNamespace
+import functools
 
 import numpy as np
 
 from dev.common.bf16 import master_numbers
 from dev.common.config import Config, draw_parameters
-from dev.common.flags import parse_flags
+from dev.features.base import GPT2
 from dev.features.devices import make_device
 from dev.features.ema import SOURCE
-from dev.features.order import FLAGS as FEATURE_FLAGS, attach
 from dev.features.outliers import SOURCE as OUTLIERS
-from dev.features.seams import GPT2, Training
-from dev.tests.checks import EXACT, check
+from dev.tests.checks import EXACT, check, check_refusal
 from dev.tests.models import model_class
 from dev.tests.trainings import check_resumed, token_files, trained
-from train_gpt2 import UserError, pack_batch
+from train_gpt2 import pack_batch
 
 CONFIG = Config(maxT=23, V=251, L=2, NH=2, C=64, Vp=264)
 
@@ -122,14 +120,9 @@ def runs(folder, dtype):
 
 def test_refused():
     """--ema with ZeRO is refused on several ranks."""
-    flags = parse_flags("", FEATURE_FLAGS, ["--ema", "0.9", "-z", "1"])
-    attach(flags, Training, GPT2)  # one process has no shares, and is not refused
-    try:
-        attach(flags, Training, GPT2, ranks=SimpleNamespace())
-    except UserError as e:
-        check("--zero 1 is refused", "expected --zero 0" in str(e))
-    else:
-        check("--zero 1 is refused", False)
+    sharded = functools.partial(model_class, GPT2, "--ema", 0.9, "-z", 1)
+    sharded()  # one process has no shares, and is not refused
+    check_refusal("--zero 1", "expected --zero 0", functools.partial(sharded, count=2))
 
 
 def test_all_recurrences():

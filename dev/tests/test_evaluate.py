@@ -1,18 +1,18 @@
-"""Test dev/tools/evaluate.py: against dev/gpt2_numpy.py in float64, against transformers on the
+"""Test dev/tools/evaluate.py: against dev/lab/gpt2_numpy.py in float64, against transformers on the
 exported folder, and its windows against Hugging Face's guide."""
 import re
-from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
 import pytest
 
-from dev import gpt2_numpy
+from dev.lab import gpt2_numpy
 from dev.common.config import Config, draw_parameters, read_parameters
 from dev.data.vocabulary import Vocabulary, write_vocabulary
+from dev.features.base import GPT2
 from dev.features.devices import make_device
-from dev.features.seams import GPT2
 from dev.tests.checks import EXACT, FIXTURES, TINY, check, fast, words
+from dev.tests.models import for_numpy
 from dev.tests.trainings import check_error, ran
 from dev.tools import convert, evaluate
 
@@ -73,8 +73,7 @@ def figures(*args):
 def by_numpy(path, tokens, T, S):
     """The sum of the losses, in float64: for each token a forward pass over those before it."""
     c = Config.from_file(path)
-    p = SimpleNamespace(**{name: np.float64(x) for name, x in read_parameters(path, c)})
-    p.wte = p.wte[: c.V]
+    p = for_numpy(read_parameters(path, c), c.V)
     total = 0
     for i, start in enumerate(contexts(len(tokens), T, S), 1):
         logits = gpt2_numpy.forward(p, tokens[start:i], c.NH)

@@ -13,22 +13,22 @@ from unittest import mock
 
 import numpy as np
 
-from dev.features import order
-from dev import gpt2_numpy
+from dev.lab import gpt2_numpy
 from dev.common.bf16 import master_numbers, to_bf16
 from dev.common.config import Config, draw_parameters, read_parameters
+from dev.common.files import FILES, check_kind, paths_of
 from dev.data.vocabulary import TOKENIZER, read_vocabulary
-from dev.features.file_kinds import FILES, check_kind
+from dev.features import order
+from dev.features.base import GPT2, Training
+from dev.features.data_loader import FilesLoader, check_pair
 from dev.features.schedule import Scheduled
-from dev.features.seams import GPT2, Training
-from dev.features.shuffled_loader import FilesLoader, check_pair, paths_of
 from dev.lab.kernels.adamw import halves
 from dev.lab.kernels.adamw_bf16 import rounded, splitmix64
 from dev.tests.checks import (EXACT, TOP, check, check_refusal, fast, header_refusal, numbers_of,
                               refusal, words)
+from dev.tests.folders import byte_encoding
 from dev.tests.models import (AUTOCAST_FLOOR, AUTOCAST_MARGIN, DEBUG_STATE, FIXTURES, LIMITS,
                               device_of, dtypes_of, dump_limit, read_debug_state, write_checkpoint)
-from dev.tests.folders import byte_encoding
 from prepro_tinyshakespeare import write_tokens
 from train_gpt2 import (BF16, TOKENS, DataLoader, UserError, batch_table, carve, coins,
                         draw_token, pack_batch, read_header, read_tokens, replace_file, to_float)
@@ -325,7 +325,7 @@ def test_samples(device_name, folder):
 
 @fast
 def test_numpy_program(device_name, folder):
-    """dev/gpt2_numpy.py prints a loss and five tokens, from a checkpoint of either dtype; and what
+    """gpt2_numpy.py prints a loss and five tokens, from a checkpoint of either dtype; and what
     it refuses."""
     c, said = Config(maxT=12, L=1, NH=1, C=32), []
     for version, stored_as in ((3, np.float32), (5, to_bf16)):

@@ -12,11 +12,11 @@ import pytest
 
 from dev.common.bf16 import master_numbers, to_bf16
 from dev.common.config import Config, read_parameters
+from dev.features.base import GPT2
 from dev.features.devices import make_device
 from dev.features.dropout import SOURCE as DROPOUT
 from dev.features.fp8 import fp8
 from dev.features.fp8.fp8 import fp8_device
-from dev.features.seams import GPT2
 from dev.llama3.train_llama3 import Llama3
 from dev.tests.checks import EXACT, check, check_refusal
 from dev.tests.models import (FIXTURES, RECOMPUTE, RECOMPUTE_LLAMA, SMALL_MODEL, device_of,

@@ -10,21 +10,19 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from dev.tests.hopper import gelu_and_derivative, sums_of_rows
 from dev.common.bf16 import to_bf16
 from dev.common.config import Config, draw_parameters
-from dev.common.flags import parse_flags
 from dev.cpu import races
 from dev.cpu.emulated import Emulated
-from dev.features import order as features
-from dev.features.declare import stack
+from dev.features.base import GPT2
 from dev.features.devices import FastCuda, WithoutGraphs
+from dev.features.feature import stack
 from dev.features.fp8 import fp8, fp8_gelu
 from dev.features.fp8.fp8 import Fp8OnCpu, Fp8OnGpu
 from dev.features.fp8.fp8_gelu import WIDTH
 from dev.features.fused_biases import output_switches
-from dev.features.seams import GPT2, Training
 from dev.tests.checks import check
+from dev.tests.hopper import gelu_and_derivative, sums_of_rows
 from dev.tests.models import (AS_HOPPER, check_compiled, check_in_each_order, model_class,
                               on_device, on_hopper)
 from dev.tests.test_gelu_products import noting
@@ -187,9 +185,7 @@ def test_saturated(device_name):
 
 def cuda_class(*given):
     """The model that trains on a GPU with --dtype fp8."""
-    flags = parse_flags("", features.FLAGS, ("--device", "cuda", "--dtype", "fp8", *given))
-    flags.plain = 0
-    return features.attach(flags, Training, GPT2)[1]
+    return model_class(GPT2, "--device", "cuda", "--dtype", "fp8", *given, plain=0)
 
 
 def test_training(device_name):

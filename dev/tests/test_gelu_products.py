@@ -5,29 +5,26 @@ from unittest import mock
 
 import numpy as np
 
-from dev.tests import hopper
 from dev.bench.step_by_kernel import work_of
 from dev.common.bf16 import to_bf16
 from dev.common.config import Config, draw_parameters
-from dev.common.flags import parse_flags
 from dev.cpu import races
 from dev.cpu.emulated import Emulated
-from dev.features import order as features
+from dev.features.base import GPT2
 from dev.features.devices import FastCuda
 from dev.features.fused_biases import SOURCE as FUSED, with_summed_outputs
 from dev.features.hopper import attention_five, gelu_products, swiglu_products
 from dev.features.hopper.gelu_products import SHORT, fits, with_own_gelu
 from dev.features.recompute import LLAMA_SOURCE as RECOMPUTE_LLAMA, SOURCE as RECOMPUTE
-from dev.features.seams import GPT2, Training
 from dev.lab.bench import BF16_LIMIT
 from dev.lab.ladder import parse_sizes
 from dev.llama3.train_llama3 import Llama3
+from dev.tests import hopper
 from dev.tests.checks import EXACT, check, check_refusal
 from dev.tests.models import (AS_HOPPER, check_compiled, check_in_each_order, gradients,
                               model_class, on_device, on_hopper)
 from dev.tests.test_planted import with_fault
 from train_gpt2 import BF16, UserError, to_float
-
 
 
 def small_device(sources=gelu_products.SOURCES, flags=AS_HOPPER):
@@ -205,9 +202,7 @@ def test_training():
 
 def class_on_gpu(Model, *given):
     """The class that trains on a GPU in bf16, with these flags of features."""
-    flags = parse_flags("", features.FLAGS, ("--device", "cuda", "--dtype", "bf16", *given))
-    flags.plain = 0
-    return features.attach(flags, Training, Model)[1]
+    return model_class(Model, "--device", "cuda", "--dtype", "bf16", *given, plain=0)
 
 
 def noting(launch, names):

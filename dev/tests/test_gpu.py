@@ -21,11 +21,11 @@ from dev.common.bf16 import master_numbers
 from dev.common.config import Config
 from dev.common.cuda_source import checked_kernels
 from dev.common.host_memory import available_memory
+from dev.data.masks import write_mask
 from dev.features import devices, fit, order
+from dev.features.base import GPT2, Training
 from dev.features.late_reports import LateReports
-from dev.features.masked import write_mask
 from dev.features.nvtx import RangedDevice, RangedModel
-from dev.features.seams import GPT2, Training
 from dev.llama3.train_llama3 import Llama3
 from dev.tests.checks import EXACT, TINY, check, check_refusal, fast, words
 from dev.tests.models import device_of, model_class, poisoned_model

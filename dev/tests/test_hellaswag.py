@@ -13,9 +13,10 @@ from unittest import mock
 import numpy as np
 
 from dev.common.config import read_parameters
+from dev.data.hellaswag import EVAL_FILE
+from dev.features.base import GPT2
 from dev.features.devices import make_device
-from dev.features.hellaswag_score import EVAL_FILE, Example, count_right, mean_losses, read_examples
-from dev.features.seams import GPT2
+from dev.features.hellaswag_score import Example, count_right, mean_losses, read_examples
 from dev.llama3.train_llama3 import Llama3
 from dev.tests.checks import EXACT, check, check_refusal, fast, header_refusal
 from dev.tests.models import FIXTURES, LIMITS, device_of, poisoned_model, read_debug_state

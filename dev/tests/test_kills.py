@@ -21,10 +21,10 @@ from unittest import mock
 import pytest
 
 from dev.features import order
+from dev.features.base import GPT2, Training
 from dev.features.checkpoints import background_writer
 from dev.features.checkpoints.main_log import MainLog
 from dev.features.late_reports import LateReports
-from dev.features.seams import GPT2, Training
 from dev.tests.checks import EXACT, TINY, TOP, check
 from dev.tests.jobs import at_call, wrapped
 from dev.tests.trainings import (TRAINER, bytes_of, call, command, same, train, whole_ones,

@@ -7,20 +7,20 @@ import numpy as np
 import pytest
 
 from dev.common.bf16 import to_bf16
-from dev.features.declare import stack
-from dev.features.devices import device_class
 from dev.features import kv_cache
+from dev.features.base import GPT2
+from dev.features.devices import device_class
+from dev.features.feature import stack
 from dev.features.kv_cache import (AHEAD, FEW, PHASES, SOURCE, TOKEN_PASS, Cached,
                                    CachedLlama, shared_of_attention)
 from dev.features.sample import choose, coins_of, generate, together
-from dev.features.seams import GPT2
 from dev.features.start import SamplesLater
 from dev.lab.formulas import gelu, layernorm, rmsnorm
 from dev.llama3.train_llama3 import Llama3
 from dev.tests.checks import EXACT, check, fast, normal
 from dev.tests.models import on_device
-from dev.tests.trainings import call
 from dev.tests.test_sample import small_words, write_model
+from dev.tests.trainings import call
 from train_gpt2 import BF16, carve, offsets, pack_batch, read_kernels, to_float
 
 OWN = [*read_kernels([SOURCE])]

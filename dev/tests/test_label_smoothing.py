@@ -1,19 +1,20 @@
 """Test label smoothing, --label-smoothing, against its formula in float64."""
 import functools
 import itertools
+from unittest import mock
 
 import numpy as np
 
 from dev.common.bf16 import to_bf16
 from dev.common.config import Config, draw_parameters
 from dev.cpu.emulated import Emulated
+from dev.features.base import GPT2
 from dev.features.devices import make_device
 from dev.features.label_smoothing import SOURCE
-from dev.features.seams import GPT2
+from dev.lab import gpt2_numpy_backward
 from dev.lab.formulas import cross_entropy
-from dev.lab.ladder import f32
 from dev.tests.checks import check, finite_difference, normal, words
-from dev.tests.models import gradients, in_each_order, model_class, on_device
+from dev.tests.models import for_numpy, gradients, in_each_order, model_class, on_device
 from dev.tests.trainings import check_resumed, place_of, token_files, trained
 from train_gpt2 import to_float
 
@@ -22,8 +23,7 @@ SIZES = dict(maxT=1024, V=259, L=1, NH=1, C=64, Vp=320)
 
 @functools.cache
 def device_for(name, dtype):
-    """A device; on a CPU in bf16 with the one kernel that is tested in it, which compiles
-    faster."""
+    """A device. Emulated in bf16, it has only the kernel that is tested so: it compiles faster."""
     if (name, dtype) == ("emulated", "bf16"):
         return Emulated(dtype, Config(**SIZES), [SOURCE], only=("smoothed_classifier",))
     return make_device(name, dtype, Config(**SIZES), beside=[SOURCE])
@@ -87,40 +87,34 @@ def test_kernel(device_name):
 
 
 def test_model(device_name):
-    """The model's gradients are those of the smoothed loss of all micro-batches together, and
-    forward() returns the usual loss."""
+    """The loss and the gradients are NumPy's, of all micro-batches together, and forward() returns
+    the usual loss."""
     c, (B, T), E, device = Config(**SIZES), (2, 6), 0.3, device_for(device_name, "fp32")
     batches = [(words(c.V, B, T), words(c.V, B, T)) for _ in range(2)]
     plain, smooth = (model_class(GPT2, *flags)(c, device, B, T)
-                     for flags in ((), ("--label-smoothing", str(E))))
+                     for flags in ((), ("--label-smoothing", E)))
     for each in (plain, smooth):
         each.set_parameters(draw_parameters(c, 1))
-    wish = 0
-    for tokens, targets in batches:
-        usual = plain.forward(tokens, np.zeros_like(tokens))
-        logits = to_float(device.get(plain.acts.logits))[:, : c.V].astype(np.float64)
-        wish += smoothed(E, targets.reshape(-1), logits)[0].mean() / 2
-        usual = plain.forward(tokens, targets)
-        check("forward() has the usual loss", smooth.forward(tokens, targets) == usual, usual)
+    for batch in batches:
+        usual = plain.forward(*batch)
+        check("forward() has the usual loss", smooth.forward(*batch) == usual, usual)
     smooth.micros = 2
     found = gradients(smooth, *batches)
-    yield "the mean loss", np.float32(smooth.verdict().loss), wish, 1e-6
 
-    def loss_at(sign, step):
-        smooth.set_parameters((name, f32(value + sign * step[name]))
-                              for name, value in draw_parameters(c, 1))
-        total = 0
-        for tokens, targets in batches:
-            smooth.forward(tokens, np.zeros_like(tokens))
-            logits = to_float(device.get(smooth.acts.logits))[:, : c.V].astype(np.float64)
-            total += smoothed(E, targets.reshape(-1), logits)[0].mean() / 2
-        return total
+    def loss(targets, logits):
+        return smoothed(E, targets, logits)[0].mean()
 
-    size = np.sqrt(sum((value.astype(np.float64)**2).sum() for value in found.values()))
-    # Downhill, where the loss changes most.
-    step = {name: 1e-3 * value / size for name, value in found.items()}
-    difference = (loss_at(1, step) - loss_at(-1, step)) / 2e-3
-    yield "the gradient's norm, by finite differences", size, difference, 1e-3
+    def dloss(targets, logits):
+        return smoothed(E, targets, logits)[1] / len(targets)
+
+    p = for_numpy(draw_parameters(c, 1), c.V)
+    with mock.patch.multiple(gpt2_numpy_backward, mean_loss=loss, dmean_loss=dloss):
+        wish = [gpt2_numpy_backward.loss_and_gradients(p, *rows, c.NH)
+                for batch in batches for rows in zip(*batch)]
+    yield "loss", np.float32(smooth.verdict().loss), np.mean([loss for loss, _ in wish]), 1e-6
+    for name, value in found.items():
+        mean = sum(getattr(each, name) for _, each in wish) / len(wish)
+        yield f"d{name}", value[: len(mean)], mean, 1e-5
 
 
 def test_command_line(device_name, folder):

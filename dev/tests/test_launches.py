@@ -16,10 +16,10 @@ from dev.common.config import Config
 from dev.common.gpus import GPUS, blocks_that_fit
 from dev.common.nvrtc import NotCompiled, Used, compile_cuda, has_nvrtc
 from dev.cpu.emulated import Emulated
+from dev.features.base import GPT2
 from dev.features.fp8.fp8 import SOURCE as FP8
 from dev.features.fused_biases import OUTPUT, SOURCE, FusedBiases, output_switches
 from dev.features.ranks.zero import share_of
-from dev.features.seams import GPT2
 from dev.lab.bench import Bench
 from dev.lab.ladder import find_ladder, parse_sizes
 from dev.llama3.train_llama3 import META, Config3, Llama3

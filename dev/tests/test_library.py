@@ -11,7 +11,6 @@ import signal
 import sys
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -22,15 +21,14 @@ from dev import library
 from dev.common.config import Config, read_parameters
 from dev.data import own_text
 from dev.features import order
-from dev.gpt2_numpy import forward
-from dev.gpt2_numpy_backward import loss_and_gradients
+from dev.lab.gpt2_numpy import forward
+from dev.lab.gpt2_numpy_backward import loss_and_gradients
 from dev.library import load, train
 from dev.llama3.train_llama3 import Config3
 from dev.tests.checks import EXACT, FIXTURES, TINY, TOP, check, check_refusal, fast, words
-from dev.tests.models import LIMITS, read_debug_state
+from dev.tests.models import LIMITS, for_numpy, read_debug_state
 from dev.tests.mutants import Copy
 from dev.tests.trainings import call, place_of
-from train_gpt2 import to_float
 
 NOTEBOOK = "dev/library.ipynb"
 
@@ -38,9 +36,7 @@ NOTEBOOK = "dev/library.ipynb"
 def tiny():
     """(the config, the parameters in float64, without padding) of the fixture."""
     c = Config.from_file(TINY)
-    p = SimpleNamespace(**{name: np.float64(to_float(x)) for name, x in read_parameters(TINY, c)})
-    p.wte = p.wte[: c.V]
-    return c, p
+    return c, for_numpy(read_parameters(TINY, c), c.V)
 
 
 @fast

@@ -10,7 +10,7 @@ from unittest import mock
 import numpy as np
 
 from dev.common.config import Config, read_tokens as read_tokens_of
-from dev.features.shuffled_loader import FilesLoader
+from dev.features.data_loader import FilesLoader
 from dev.features.tokenizer import decode, words_of
 from dev.llama3 import tokens
 from dev.llama3.train_llama3 import Config3

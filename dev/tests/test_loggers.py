@@ -9,7 +9,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from dev.features import loggers, seams
+from dev.features import base, loggers
 from dev.features.checkpoints.json_log import JsonLog, shortest
 from dev.tests.checks import TINY, check, fast
 from dev.tests.trainings import (LENGTHS, check_error, file_of, killed_in, random_examples,
@@ -262,7 +262,7 @@ def test_failures(folder, stand_in, monkeypatch):
     check("no login", text.endswith("error: --log wandb: No API key configured. (WANDB_MODE=offline"
                                     " needs neither a login nor a network)\n"), text[-300:])
     check("... and no run", not any((folder / "refuses").iterdir()))
-    with mock.patch.object(seams.Training, "make_model", side_effect=ZeroDivisionError):
+    with mock.patch.object(base.Training, "make_model", side_effect=ZeroDivisionError):
         stand_in()
         with pytest.raises(ZeroDivisionError):
             train(folder / "unmade", "--log", "wandb")

@@ -18,10 +18,10 @@ from dev.common.config import Config
 from dev.common.cuda_source import parameters_of
 from dev.cpu.device import LOOP_KINDS, Cpu, loops_of, numpy_has_accelerate, read_loops
 from dev.cpu.emulated import KERNELS, Emulated
-from dev.features.declare import stack
+from dev.features.base import GPT2
+from dev.features.feature import stack
 from dev.features.recompute import LLAMA_SOURCE as RECOMPUTE_LLAMA, SOURCE as RECOMPUTE
 from dev.features.relu_attention import ReluAttention
-from dev.features.seams import GPT2
 from dev.lab import formulas
 from dev.llama3.train_llama3 import Config3, Llama3
 from dev.tests import test_llama3, test_trainer

@@ -4,26 +4,25 @@ import contextlib
 import functools
 import json
 import re
-from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
 
-from dev import gpt2_numpy
+from dev.lab import gpt2_numpy
 from dev.common.bf16 import to_bf16
 from dev.common.config import Config, draw_parameters, read_parameters
 from dev.cpu.emulated import Emulated
+from dev.data.masks import MASK, mask_path, read_mask, row_of, write_mask
+from dev.features.base import GPT2
 from dev.features.devices import make_device
 from dev.features.label_smoothing import SOURCE as SMOOTHING
-from dev.features.masked import (MASK, SOURCE, MaskedLoader, mask_path, read_mask, row_of,
-                                 write_mask)
-from dev.features.seams import GPT2
+from dev.features.masked import SOURCE, MaskedLoader
 from dev.llama3.train_llama3 import Config3, Llama3
 from dev.tests.checks import EXACT, TINY, check, check_refusal, normal, words
 from dev.tests.in_torch import parameters_in_torch, sum_in_torch
 from dev.tests.jobs import SMALL, close, counts_of, curve, data_files
 from dev.tests.jobs import train as train_on_ranks
-from dev.tests.models import in_each_order, model_class, on_device
+from dev.tests.models import for_numpy, in_each_order, model_class, on_device
 from dev.tests.trainings import check_error, check_resumed, place_of, ran
 from dev.tools.plot import read_run
 from prepro_tinyshakespeare import write_tokens
@@ -356,8 +355,7 @@ def test_runs(device_name, folder):
     check("--mask 0", losses(train("-x", 2, "--mask", 0)) == plain != losses(text)[: len(plain)],
           plain)
     c = Config.from_file(TINY)
-    p = SimpleNamespace(**{name: to_float(x) for name, x in read_parameters(TINY, c)})
-    p.wte = p.wte[: c.V]
+    p = for_numpy(read_parameters(TINY, c), c.V)
     tokens = np.array(read_tokens(folder / names[-1], c.V), np.int64)
     mask = np.fromfile(mask_path(folder / names[-1]), np.uint8)[1024:]
     nats = 0

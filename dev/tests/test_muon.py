@@ -11,15 +11,12 @@ import pytest
 
 from dev.common.bf16 import master_numbers, to_bf16
 from dev.common.config import Config, draw_parameters
-from dev.common.flags import parse_flags
 from dev.features import muon
+from dev.features.base import GPT2
 from dev.features.checkpoints.state_file import read_states, whole_tensors
-from dev.features.declare import stack
 from dev.features.devices import device_class
-from dev.features.order import FLAGS as FEATURE_FLAGS, attach
-from dev.features.ranks.ranks import Ranks
+from dev.features.feature import stack
 from dev.features.recompute import SOURCE as RECOMPUTE
-from dev.features.seams import GPT2, Training
 from dev.llama3.train_llama3 import Config3, Llama3
 from dev.tests import jobs
 from dev.tests.checks import EXACT, TINY, check, check_refusal, fast, words
@@ -137,7 +134,7 @@ def test_polynomial():
         check(f"below the band of {name}", polynomial(0.9 * least, coefficients) < low)
         check("module and test have the same", muon.COEFFICIENTS[name] == coefficients)
     check("of devices without flags", muon.Orthogonal.coefficients == DEFAULT)
-    flags = parse_flags("", FEATURE_FLAGS, ["--optimizer", "muon"])
+    flags = model_class(GPT2, "--optimizer", "muon", learning_rate=1e-3).flags
     check("by default", flags.muon_coefficients == "polar-express")
 
 
@@ -466,13 +463,9 @@ def test_others(folder):
 
 def test_refused():
     """What does not go together is refused in one line."""
-    def run(ranks, rate, *given):
-        flags = parse_flags("", FEATURE_FLAGS, ["--optimizer", "muon", *given])
-        flags.learning_rate = rate
-        attach(flags, Training, GPT2, ranks=ranks)
-
-    check_refusal("moments", "expected --moments fp32", run, None, 1e-3, "--moments", "bf16")
-    check_refusal("rate", "expected -l above 0", run, None, 0.0)
+    muon = functools.partial(model_class, GPT2, "--optimizer", "muon", learning_rate=0.0)
+    check_refusal("moments", "expected --moments fp32", muon, "--moments", "bf16")
+    check_refusal("rate", "expected -l above 0", muon)
     found, _, said = call("--device", "cpu", "--dry-run", 1)
     check("no flag of Muon", found == 0, said)
     for given in ((), ("--optimizer", "adamw")):
@@ -540,11 +533,8 @@ def test_zero(device_name, folder):
 
 def share_of_model(architecture, c, device, rank, count):
     """A rank's model with --zero 1, whose parameters are their places among all, from 0."""
-    ranks = Ranks.__new__(Ranks)
-    ranks.rank, ranks.count = rank, count
-    flags = parse_flags("", FEATURE_FLAGS, ["--optimizer", "muon", "-z", "1"])
-    flags.learning_rate = 1e-3
-    model = attach(flags, Training, architecture, ranks)[1](c, device, 1, 8)
+    model = model_class(architecture, "--optimizer", "muon", "-z", 1, rank=rank, count=count,
+                        learning_rate=1e-3)(c, device, 1, 8)
     whole = model.arenas["gradients"].view(np.float32)
     device.put(whole, np.arange(whole.size))
     model.set_tensors((), model.masters)  # keeps the share of what is staged there

@@ -3,6 +3,7 @@ features keep to their own names.
 """
 import contextlib
 import io
+import itertools
 import os
 import re
 import shutil
@@ -176,7 +177,32 @@ def test_map():
     check("chat.py has two", rows["chat.py"][1] == ["--chat", "--answer"], rows["chat.py"])
     check("without flags", rows["fp8/fp8_all.py"][1] == [], rows["fp8/fp8_all.py"])
     found = sorted(flag for _, flags in rows.values() for flag in flags)
-    wish = sorted(flag.name for flag in order.FLAGS)
-    check("all flags", found == wish, {*found} ^ {*wish})
+    texts = [path.read_text("utf-8") for path in TOP.glob("dev/features/**/*.py")]
+    wish = sorted(re.findall(r'Flag\((?:None|"-\w+"), "(--[\w-]+)"', "".join(texts)))
+    check("all flags", found == wish == sorted(flag.name for flag in order.FLAGS),
+          {*found} ^ {*wish})
     cut = [path for path, (text, _) in rows.items() if text.endswith("et al.")]
     check("whole sentences", not cut, cut)
+
+
+ADDING = {"tables", "settled", "switches"}  # to what super() returns, and in any order the same
+APART = [{"muon", "moments"}]  # no run has both
+
+
+def changed(feature):
+    """{(kind of class, name)} of what a feature's classes change."""
+    return {(kind, name) for kind in ("model", "training", "device")
+            for each in getattr(getattr(feature, kind), "__mro__", [object])[:-1]
+            for name in vars(each).keys() - ADDING if not name.startswith("__")}
+
+
+def test_order():
+    """ORDER names features that are there. If two are not in it, their order does not matter: they
+    change nothing that the other changes."""
+    names = [feature.name for feature in order.FEATURES]
+    check("each name once", len(names) == len({*names}))
+    check("ORDER", order.ORDER.keys() <= {*names}, order.ORDER.keys() - {*names})
+    free = [feature for feature in order.FEATURES if feature.name not in order.ORDER]
+    for a, b in itertools.combinations(free, 2):
+        both = changed(a) & changed(b)
+        check(f"{a.name}, {b.name}: name one in ORDER", not both or {a.name, b.name} in APART, both)

@@ -12,9 +12,9 @@ import numpy as np
 
 from dev.common.config import Config
 from dev.cpu.emulated import Emulated
+from dev.features.base import GPT2
 from dev.features.devices import make_device
 from dev.features.outliers import SOURCE, WINDOW
-from dev.features.seams import GPT2
 from dev.tests.checks import EXACT, check, fast
 from dev.tests.models import model_class
 from dev.tests.trainings import place_of, token_files, trained

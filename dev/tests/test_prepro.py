@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from unittest import mock
 
-from dev.data.paths import data_paths
+from dev.data.first_text import data_paths
 from dev.data.text import call_tiktoken
 import prepro_tinyshakespeare as prepro
 from dev.data import vocabulary
@@ -124,7 +124,7 @@ def test_spellings(folder):
             (here / f"{each}.txt").write_text(9 * SPEECH, encoding="utf-8")
         program(here, *flags, text=9 * SPEECH)
         os.chdir(here)
-        with mock.patch("dev.data.paths.prepare_tinyshakespeare",
+        with mock.patch("dev.data.first_text.prepare_tinyshakespeare",
                                side_effect=AssertionError("prepared again")):
             found = data_paths(None, None)
         check(f"found after {' '.join(flags) or 'prepro'}",

@@ -15,7 +15,7 @@ import pytest
 
 from dev.common.config import read_parameters
 from dev.features.checkpoints.resume import load_state
-from dev.features.shuffled_loader import FilesLoader
+from dev.features.data_loader import FilesLoader
 from dev.llama3.train_llama3 import Llama3
 from dev.tests.checks import EXACT, FIXTURES, TINY, TOP, check
 from dev.tests.jobs import (BRIEF, POISONED, SMALL, at_call, begin, bytes_of, counts_of, data_files,
@@ -141,7 +141,7 @@ def test_lost_ranks(device_name, folder):
             ("os.kill(os.getpid(), 9)", 0, layer, 11, gone),  # the next, while others wait for it
             ("time.sleep(1); os.kill(os.getpid(), 9)", 1,
              f"dev.features.ranks.ranks.{connect}.__init__", 1, gone),
-            ("1 / 0", 1, "dev.features.shuffled_loader.FilesLoader.batch", 6,
+            ("1 / 0", 1, "dev.features.data_loader.FilesLoader.batch", 6,
              ": ZeroDivisionError: division by zero"),
             ("os.kill(os.getpid(), signal.SIGSTOP)", 1, layer, 11, late),
             ("time.sleep(99)", 1, layer, 11, None))):
@@ -165,7 +165,7 @@ def test_signals(device_name, folder):
     flags = *SMALL, "-x", 6, "-z", 1, "--dtype", "bf16", "--moments", "bf16"
     llama = dict(trainer=LLAMA, model=TIED)
     train(device_name, count, folder, folder / "whole", *flags, "-n", 6, **llama)
-    fault = at_call("dev.features.shuffled_loader.FilesLoader.batch", 7,
+    fault = at_call("dev.features.data_loader.FilesLoader.batch", 7,
                     "os.kill(os.getpid(), signal.SIGTERM)")
     program = wrapped(folder, late=fault, Model="dev.llama3.train_llama3.Llama3")
     text = train(device_name, count, folder, output, *flags, trainer=program, model=TIED,

@@ -21,24 +21,21 @@ import pytest
 
 from dev.common.bf16 import master_numbers, to_bf16
 from dev.common.config import Config, draw_parameters, read_parameters
-from dev.common.flags import parse_flags
 from dev.cpu.emulated import Emulated
-from dev.features import order
+from dev.features.base import GPT2
 from dev.features.checkpoints.resume import load_state
 from dev.features.checkpoints.state_file import state_parts
+from dev.features.data_loader import FilesLoader
 from dev.features.devices import address_of, make_device
 from dev.features.ranks.bf16_sums import SOURCE as SUMS
-from dev.features.ranks.ranks import Ranks
 from dev.features.sample import generate
-from dev.features.seams import GPT2, Training
-from dev.features.shuffled_loader import FilesLoader
 from dev.features.tokenizer import decode
 from dev.lab.kernels.adamw import halves
 from dev.tests.checks import EXACT, FIXTURES, TINY, check
 from dev.tests.jobs import (BRIEF, COUNTS, POISONED, SMALL, begin, begun, bytes_of, close,
                             counts_of, curve, data_files, done_steps, end, one_speaks, ranks_of,
                             same, train, wrapped)
-from dev.tests.models import device_of
+from dev.tests.models import device_of, model_class
 from dev.tests.states import TENSORS, Walk, place_of, read_state
 from dev.tests.trainings import LLAMA, TRAINER, file_of, random_examples, without
 from train_gpt2 import BF16, coins, to_float
@@ -59,15 +56,6 @@ def kills(pytestconfig):
 @pytest.fixture(autouse=True)
 def data(folder):
     data_files(folder)
-
-
-def class_of(rank, count, *flags):
-    """GPT2 as a run with these flags has it on a rank, which never speaks to the others."""
-    ranks = Ranks.__new__(Ranks) if count > 1 else None
-    if ranks:
-        ranks.rank, ranks.count = rank, count
-    parsed = parse_flags("", order.FLAGS, [*map(str, flags)])
-    return order.attach(parsed, Training, GPT2, ranks)[1]
 
 
 def test_same_losses(device_name, folder):
@@ -101,7 +89,8 @@ def test_places_of_shares(device_name, folder):
     for count in (2, 3, 5, 64):
         found = []
         for rank in range(count):
-            model = class_of(rank, count, "-z", 1, "--moments", "bf16")(c, place, 1, 8)
+            Model = model_class(GPT2, "-z", 1, "--moments", "bf16", rank=rank, count=count)
+            model = Model(c, place, 1, 8)
             whole = model.arenas["gradients"].view(np.float32)
             place.put(whole, np.arange(whole.size))
             model.set_tensors((), model.masters)  # keeps the share of what is staged there
@@ -200,7 +189,7 @@ def test_sums_together(device_name):
     last go with the embeddings."""
     c, B, T = Config(maxT=8, V=61, L=3, NH=2, C=64, Vp=128), 1, 8
     tokens = np.random.default_rng(3).integers(0, c.V, (2, B, T), dtype=np.int32)
-    Model = class_of(0, 2, "--device", device_name, "--dtype", "fp32")
+    Model = model_class(GPT2, "--device", device_name, "--dtype", "fp32", rank=0, count=2)
     layer = 4 * (12 * c.C * c.C + 13 * c.C)  # bytes
     for at_once, wish in ((1, [3, 2, 1, 0]), (3 * layer // 2, [1, 1, 0, 0]), (2**40, [0, 0, 0, 0])):
         Model.ranks.via = heard = Heard()
@@ -375,7 +364,7 @@ def loaded(device_name, folder, saved, shuffle, count, sets, others, zero):
     place = device_of(device_name, "fp32", 64, 2)
     wrong = []
     for rank in range(others):
-        model = class_of(rank, others, "-z", zero)(c, place, 1, 8)
+        model = model_class(GPT2, "-z", zero, rank=rank, count=others)(c, place, 1, 8)
         data = FilesLoader(folder / "part_train_*.bin", 1, 8, c, shuffle, rank, others)
         with contextlib.redirect_stdout(io.StringIO()) as said:
             load_state(lambda rank: saved / f"state_00000003_{rank:05d}.bin", model, data)

@@ -22,7 +22,7 @@ from dev.features import order
 from dev.features.checkpoints.resume import check_batch, load_position
 from dev.features.checkpoints.run_folder import RunFolder
 from dev.features.checkpoints.state_file import shuffle_record
-from dev.features.shuffled_loader import FilesLoader
+from dev.features.data_loader import FilesLoader
 from dev.lab.kernels.adamw import halves
 from dev.tests.checks import EXACT, FIXTURES, TINY, check, check_refusal, fast
 from dev.tests.states import Walk, parse_state, place_of, read_state

@@ -10,7 +10,7 @@ import pytest
 import train_gpt2
 from dev.common.nvrtc import compile_cuda, has_nvrtc
 from dev.features import kv_cache, start
-from dev.features.declare import stack
+from dev.features.feature import stack
 from dev.tests.checks import check, check_refusal, fast
 from train_gpt2 import UserError
 

@@ -5,22 +5,21 @@ from unittest import mock
 
 import numpy as np
 
-from dev.tests import hopper
 from dev.common.bf16 import to_bf16
 from dev.common.config import Config
 from dev.cpu import races
 from dev.cpu.emulated import Emulated
 from dev.features import muon
-from dev.features.declare import stack
 from dev.features.devices import device_class
+from dev.features.feature import stack
 from dev.features.hopper import symmetric
 from dev.features.hopper.symmetric import pairs_of_tiles
 from dev.lab.ladder import parse_sizes
+from dev.tests import hopper
 from dev.tests.checks import EXACT, check
 from dev.tests.models import AS_HOPPER, check_in_each_order, on_hopper
 from dev.tests.test_muon import KERNELS, hurtful, orthogonalize_on, orthogonalized
 from train_gpt2 import BF16, UserError, to_float
-
 
 
 def small_device(sources=symmetric.SOURCES, flags=AS_HOPPER):

@@ -13,7 +13,6 @@ import re
 import subprocess
 import sys
 from importlib import util
-from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -23,10 +22,10 @@ import test_gpt2
 from dev.common.bf16 import joined, to_bf16
 from dev.common.config import Config, read_parameters
 from dev.cpu.emulated import Emulated
+from dev.features.base import GPT2
 from dev.features.moments import SOURCE as MOMENTS
-from dev.features.seams import GPT2
-from dev.gpt2_numpy import forward, mean_loss
-from dev.gpt2_numpy_backward import loss_and_gradients
+from dev.lab.gpt2_numpy import forward, mean_loss
+from dev.lab.gpt2_numpy_backward import loss_and_gradients
 from dev.lab.bench import Bench
 from dev.lab.formulas import (attention, cross_entropy, dattention, dcross_entropy, dgelu,
                               dlayernorm, gelu, layernorm)
@@ -36,7 +35,7 @@ from dev.tests import steps
 from dev.tests.checks import (EXACT, FIXTURES, TINY, TOP, check, fast, finite_difference, normal,
                               run, words)
 from dev.tests.models import (ATTENTION, LIMITS, LOWER, check_dump, check_kernels, check_launched,
-                              device_of, dtypes_of, launched, on_device, poison,
+                              device_of, dtypes_of, for_numpy, launched, on_device, poison,
                               read_debug_state)
 from dev.tests.trainings import call, check_resumed, command, token_files
 from train_gpt2 import BF16, LOW, kept_as, read_kernels, to_float, whole_shape
@@ -172,7 +171,7 @@ def matmul(device, M, K, N):
         yield "dout @ w * gelu'(h)", device.get(out), dgelu(dout @ w, h), *limit
 
 
-# ---- The whole forward pass against dev/gpt2_numpy.py, and that against PyTorch
+# ---- The whole forward pass against dev/lab/gpt2_numpy.py, and that against PyTorch
 
 FORWARD = ("encoder_forward", "residual_layernorm_forward", "attention_forward", "gelu_forward",
            "fused_classifier", "add_loss")
@@ -184,18 +183,16 @@ HARD = {  # (mean, deviation) of these parameters; the others have (0, 0.2)
 
 
 def in_numpy(c, tensors, tokens, targets):
-    """The parameters of dev/gpt2_numpy.py, given the tensors of a checkpoint; their logits (B,T,V),
-    and the mean loss."""
-    p = SimpleNamespace(**{name: np.float64(to_float(values)) for name, values in tensors})
-    p.wte = p.wte[: c.V]
+    """for_numpy's parameters, their logits (B,T,V), and the mean loss."""
+    p = for_numpy(tensors, c.V)
     logits = np.stack([forward(p, sequence, c.NH) for sequence in tokens])
     return p, logits, mean_loss(targets.reshape(-1), logits.reshape(-1, c.V))
 
 
 @fast
 def test_numpy_beside_pytorch():
-    """dev/gpt2_numpy.py and its backward pass give the logits, the loss and the gradients of the
-    fixture that PyTorch wrote."""
+    """dev/lab/gpt2_numpy.py and its backward pass give the logits, the loss and the gradients of
+    the fixture that PyTorch wrote."""
     c = Config.from_file(TINY)
     truth = read_debug_state(FIXTURES / "gpt2_tiny_debug_state.bin", c)
     p, logits, loss = in_numpy(c, read_parameters(TINY, c), truth.x, truth.y)

@@ -13,13 +13,13 @@ import numpy as np
 
 from dev.features import order
 import train_gpt2
+from dev.bench import turns
 from dev.common.config import Config
 from dev.common.flags import parse_flags
-from dev.features.seams import GPT2, Training
+from dev.features.base import GPT2, Training
 from dev.features.order import attach, table_of_flags, with_defaults
 from dev.features.peak import flops_per_token, peak_flops
 from dev.tests.checks import EXACT, TINY, check, check_refusal, output_of
-from dev.bench import turns
 from dev.tools import plot
 from prepro_tinyshakespeare import write_tokens
 

@@ -20,7 +20,6 @@ from unittest import mock
 
 import numpy as np
 
-from dev.data.paths import data_paths
 from dev.data.text import both
 from dev.data import first_text, vocabulary
 from dev.data.tables import read_rows
@@ -363,7 +362,7 @@ def test_without_network(folder):
             check("once", first_text.first_text() == paths and answer.call_count == 1)
         os.remove(paths[0])
         with mock.patch.object(first_text, "repository_text", lambda: text):
-            check("the trainer's own default is the same", data_paths(None, None) == paths)
+            check("the trainer has the same default", first_text.data_paths(None, None) == paths)
         check("again if a file is missing", os.path.exists(paths[0]))
         check("GPT-2's vocabulary needs tiktoken", "tiktoken could not get" in refusal(
             gpt2_encoding))
@@ -538,9 +537,9 @@ def test_converted(folder):
         content["model"]["vocab"].pop("a")
         (out / "tokenizer.json").write_text(json.dumps(content))
         check(f"{choice}: another tokenizer is none", vocabulary_in(out / "tokenizer.json") is None)
-    # dev/gpt2_numpy.py, and the ids of a prompt
+    # dev/lab/gpt2_numpy.py, and the ids of a prompt
     write_vocabulary("back_bytes_tokenizer.bin", vocabulary.vocabulary_of("bytes", []))
-    from dev import gpt2_numpy
+    from dev.lab import gpt2_numpy
     with (mock.patch.object(sys, "argv", ["gpt2_numpy.py", "back_bytes.bin", "é!"]),
           contextlib.redirect_stdout(io.StringIO()) as said):
         gpt2_numpy.main()

@@ -186,13 +186,11 @@ LENGTHS = [(3, (1, 1, 1, 1)), (1, (5, 1, 2, 9)), (17, (4, 4, 4, 4)), (30, (8, 1,
            (20, (2, 19, 3, 1)), (6, (6, 6, 2, 6))]
 
 
-
 def random_examples(V, lengths=LENGTHS, seed=1):
     rng = np.random.default_rng(seed)
     tokens = lambda n: rng.integers(V, size=n, dtype=np.int32)
     return [Example(int(rng.integers(4)), tokens(context), [tokens(n) for n in completions])
             for context, completions in lengths]
-
 
 
 def file_of(examples, **change):

@@ -43,16 +43,17 @@ import numpy as np
 
 from dev.common.bf16 import to_bf16
 from dev.common.config import Config, padded
+from dev.common.files import checked_header
 from dev.common.flags import argument, parse_flags
 from dev.common.program import run_main
+from dev.data.chats import jinja_of
 from dev.data.hub import ask
 from dev.data.vocabulary import vocabulary_bytes
-from dev.data.chats import jinja_of
 from dev.features.chat import template_of_model
 from dev.features.checkpoints.newest import newest_checkpoint
-from dev.features.file_kinds import ON_HUB, OPENAI, checked_header
 from dev.features.masked import trained_with_masks
 from dev.features.tokenizer import vocabulary_of_run
+from dev.features.wrong_files import ON_HUB, OPENAI
 from dev.llama3.train_llama3 import Config3
 from dev.tools import gguf_file
 from dev.tools.hf_config import ARCHITECTURES, HEAD, read_config, read_json, write_objects

@@ -17,7 +17,7 @@ from dev.bench.step_by_kernel import PRODUCTS, read_table
 from dev.common.config import Config
 from dev.common.flags import parse_flags
 from dev.common.program import run_main
-from dev.features.seams import GPT2
+from dev.features.base import GPT2
 from train_gpt2 import BF16, HERE, UserError, replace_file
 
 FLAGS = [

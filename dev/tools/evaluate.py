@@ -29,8 +29,8 @@ from dev.common.program import run_main
 from dev.data.documents import read_utf8
 from dev.features.terminal import progress
 from dev.features.tokenizer import Tokenized
-from dev.tools.score import (FLAGS as SCORE_FLAGS, checkpoint_of, compute, device_of,
-                             find_architecture)
+from dev.tools.architecture import checkpoint_of, find_architecture
+from dev.tools.score import FLAGS as SCORE_FLAGS, compute, device_of
 from train_gpt2 import UserError
 
 OF_SCORE = {row[1]: row for row in SCORE_FLAGS}

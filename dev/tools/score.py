@@ -2,22 +2,18 @@
 
     python -m dev.tools.score -e gpt2_124M.bin --data data/hellaswag/hellaswag_val.bin
 """
-import os
 import sys
 
 from dev.common.config import read_parameters
 from dev.common.flags import parse_flags
 from dev.common.program import run_main
 from dev.data.vocabulary import vocabulary_of_checkpoint
-from dev.features.checkpoints.newest import newest_checkpoint
+from dev.features.base import GPT2
 from dev.features.devices import ON_CPU, make_device
-from dev.features.file_kinds import checked_header
 from dev.features.fit import Fitting
-from dev.features.hellaswag_score import (PADDING, check_vocabulary, count_right,
-                                          read_examples)
+from dev.features.hellaswag_score import PADDING, check_vocabulary, count_right, read_examples
 from dev.features.order import default_dtype, has_gpu
-from dev.features.seams import GPT2
-from dev.llama3.train_llama3 import Llama3
+from dev.tools.architecture import checkpoint_of, find_architecture
 from train_gpt2 import UserError
 
 FLAGS = [
@@ -38,20 +34,6 @@ def progress_line(done, total):
     """Progress for a terminal: a line on stderr, cleared at the end."""
     line = f"HellaSwag: {done:,} of {total:,} completions" if done < total else ""
     print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
-
-
-def checkpoint_of(path):
-    """A checkpoint's path, or, of a run's folder, that of its newest one."""
-    return os.path.isdir(path) and newest_checkpoint(path) or path
-
-
-def find_architecture(path):
-    """(the class of a checkpoint's model, its config). Raises UserError."""
-    architectures = {architecture.Config.FILE: architecture for architecture in (GPT2, Llama3)}
-    magic = checked_header(path, *architectures)[0]
-    [architecture] = [architecture for kind, architecture in architectures.items()
-                      if kind.magic == magic]
-    return architecture, architecture.Config.from_file(path)
 
 
 def device_of(flags, c):

@@ -5,9 +5,9 @@ import re
 import shlex
 
 from dev.common.config import read_parameters
+from dev.common.files import check_kind
 from dev.features.checkpoints.run_json import read_notes
 from dev.features.checkpoints.state_file import Damage, finite, finite_sets, read_states
-from dev.features.file_kinds import check_kind
 from train_gpt2 import UserError
 
 # In the order in which they are written

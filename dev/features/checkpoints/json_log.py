@@ -24,7 +24,7 @@ import numpy as np
 
 from dev.features.checkpoints.main_log import MainLog
 from dev.features.checkpoints.training import KEPT
-from dev.features.declare import Feature
+from dev.features.feature import Feature
 
 
 class JsonLog(MainLog):

@@ -12,11 +12,10 @@ import sys
 import numpy as np
 
 from dev.common.config import count_tokens
+from dev.common.files import checked_header, paths_of
 from dev.common.flags import with_values
 from dev.features.checkpoints.run_json import read_notes
 from dev.features.checkpoints.state_file import STATE, Damage, finite_sets, moments_of, read_states
-from dev.features.file_kinds import checked_header
-from dev.features.shuffled_loader import paths_of
 from dev.features.terminal import say
 from train_gpt2 import UserError
 

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 
 from dev.common.bf16 import joined
+from dev.common.files import checked_header
 from dev.features import muon
-from dev.features.file_kinds import checked_header
 from dev.features.ranks.ranks import cut
 from dev.features.replay import bad_place
 from train_gpt2 import (HEADER_BYTES, FileKind, Row, UserError, carve, make_header, to_float,

@@ -2,7 +2,7 @@
 from dev.features.checkpoints.checkpoint_files import FILES
 from dev.features.checkpoints.main_log import Logged
 from dev.features.checkpoints.resume import check_batch
-from dev.features.declare import Feature, Flag, trains
+from dev.features.feature import Feature, Flag, trains
 
 
 class Resumed:

@@ -35,18 +35,17 @@ twin. Where the product comes, the model asks the device for its factors.
 """
 import contextlib
 import ctypes
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 
 from dev.features import fused_biases
-from dev.features.declare import Feature, Flag, Pair, numbers, stack
 from dev.features.devices import Cuda, FastCuda, WithoutGraphs, address_of, device_class
+from dev.features.feature import Feature, Flag, Pair, kernels_of, numbers, stack
 from dev.features.fused_biases import kernels_with_output, output_switches
 from train_gpt2 import EPILOGUES, Row, UserError, carve, pointer
 
-SOURCE = Path(__file__).resolve().with_name("fp8.cu")
+SOURCE = kernels_of(__file__)
 SUMS = fused_biases.SOURCE
 OUTPUT = SOURCE.with_name("fp8_output.cuh")  # in place of kernels.cu's struct Output
 TILE = 128  # rows, and columns, that a block transposes

@@ -24,9 +24,9 @@ since what Hopper's 14 bits lose grows with the number of terms.
 """
 import numpy as np
 
-from dev.features.declare import Feature
+from dev.features.base import SharedLayers
+from dev.features.feature import Feature
 from dev.features.fp8.fp8 import GRADIENT, INPUT, READERS, TILE, padded, transposed
-from dev.features.seams import SharedLayers
 from train_gpt2 import Row, carve, ceil_div
 
 TWINS_ONLY = {(INPUT, "qkv"), (INPUT, "fc"), (INPUT, "fcproj"), (GRADIENT, "fc"), (GRADIENT, "qkv")}

@@ -11,7 +11,7 @@ in bf16, as with --fp8 head.
 """
 import numpy as np
 
-from dev.features.declare import Feature
+from dev.features.feature import Feature
 from dev.features.fp8.fp8 import GRADIENT, INPUT, WHOLE, padded, tiles, transposed
 from dev.features.fp8.fp8_all import multiply_transposed
 from train_gpt2 import Row, carve

@@ -15,17 +15,15 @@ fit, as in a sample, fp8_all.py's kernels do the same, with fch itself. So both 
 step use the same ones.
 """
 import ctypes
-from pathlib import Path
 
 import numpy as np
 
-from dev.common import gpus
-from dev.features.declare import Feature, is_fast
+from dev.features.feature import Feature, is_fast, is_hopper, kernels_of
 from dev.features.fp8.fp8 import GRADIENT, INPUT
 from dev.features.hopper.gelu_products import SOURCES as BESIDE
 from train_gpt2 import UserError, address, aligned_bytes, pointer
 
-SOURCE = Path(__file__).resolve().with_suffix(".cu")
+SOURCE = kernels_of(__file__)
 SOURCES = (*BESIDE[:2], SOURCE)
 HEIGHT = WIDTH = 128  # of a tile of the result
 STAGES = 5  # of 128 channels
@@ -127,5 +125,4 @@ FEATURE = Feature(
     "fp8 GELU products", lambda flags, ranks: (
         is_fast(flags) and flags.dtype == "fp8" and flags.fp8 == "all"), GeluTwins,
     device=PairedMaps, only="GPT2", sources=SOURCES,
-    compiled=lambda flags, c: gpus.capability() == 90 and c.C // c.NH in range(64, 129, 8),
-    chapter="FP8 GELU products")
+    compiled=is_hopper, chapter="FP8 GELU products")

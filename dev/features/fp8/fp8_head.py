@@ -21,7 +21,7 @@ dlnf sums over all words, and dwte over thousands of tokens. A few large terms d
 and beside them Hopper's 14 bits would lose the many small ones: a tenth of dlnf (see
 dev/RESULTS.md). So they are promoted to fp32 on their way.
 """
-from dev.features.declare import Feature
+from dev.features.feature import Feature
 from dev.features.fp8.fp8 import GRADIENT, INPUT, WEIGHT, WHOLE, padded, transposed
 from train_gpt2 import Row, carve, classifier_launch, logit_rows
 

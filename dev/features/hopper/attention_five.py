@@ -5,15 +5,14 @@ Three kernels replace the trainer's two: the first sums out * dout in each row, 
 multiplies, and the third scales and rounds dq, whose parts the second has added up in fp32. With
 RoPE, they also replace rope_backward.
 """
-from pathlib import Path
 
 import numpy as np
 
 from dev.common import gpus
-from dev.features.declare import Feature, is_fast
+from dev.features.feature import Feature, is_fast, kernels_of
 from train_gpt2 import Row, carve, ceil_div
 
-SOURCE = Path(__file__).resolve().with_suffix(".cu")
+SOURCE = kernels_of(__file__)
 SOURCES = (SOURCE.with_name("hopper.cuh"), SOURCE)
 HOPPER = 90  # its compute capability
 HS, ROWS, TILE = 128, 128, 64  # channels of a head, keys of a block, queries of a tile

@@ -10,13 +10,11 @@ call than cuBLASLt's.
 dev/tests/hopper.py has what their tests check with.
 """
 import ctypes
-from pathlib import Path
 
-from dev.common import gpus
-from dev.features.declare import Feature, is_fast
+from dev.features.feature import Feature, is_fast, is_hopper, kernels_of
 from train_gpt2 import BF16, UserError, aligned_bytes, ceil_div
 
-SOURCE = Path(__file__).resolve().with_suffix(".cu")
+SOURCE = kernels_of(__file__)
 SOURCES = (SOURCE.with_name("hopper.cuh"), SOURCE.with_name("turns.cuh"), SOURCE)
 SHORT, LONG = 128, 192  # sides of a tile; forward it is wide, in the backward pass high
 # Bytes of shared memory: in the backward pass four stages of 64 channels of two operands, and eight
@@ -119,5 +117,4 @@ class SummedProducts:
 FEATURE = Feature(
     "gelu products", lambda flags, ranks: is_fast(flags) and flags.dtype == "bf16", SummedProducts,
     device=OwnGelu, only="GPT2", sources=SOURCES,
-    compiled=lambda flags, c: gpus.capability() == 90 and c.C // c.NH in range(64, 129, 8),
-    chapter="GELU products")
+    compiled=is_hopper, chapter="GELU products")

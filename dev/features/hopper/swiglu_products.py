@@ -6,14 +6,11 @@ also makes up * silu(gate), and the product that would make its gradient makes t
 
 dev/tests/hopper.py has what their tests check with.
 """
-from pathlib import Path
-
-from dev.common import gpus
-from dev.features.declare import Feature, is_fast
+from dev.features.feature import Feature, is_fast, is_hopper, kernels_of
 from dev.features.hopper.gelu_products import (LONG, SHARED, SHORT, THREADS, blocks_for, fits,
                                                map_of_fours, maps)
 
-SOURCE = Path(__file__).resolve().with_suffix(".cu")
+SOURCE = kernels_of(__file__)
 SOURCES = (SOURCE.with_name("hopper.cuh"), SOURCE.with_name("turns.cuh"), SOURCE)
 
 
@@ -63,5 +60,4 @@ class SwigluProducts:
 FEATURE = Feature(
     "swiglu products", lambda flags, ranks: is_fast(flags) and flags.dtype == "bf16",
     SwigluProducts, only="Llama3", sources=SOURCES,
-    compiled=lambda flags, c: gpus.capability() == 90 and c.C // c.NH in range(64, 129, 8),
-    chapter="SwiGLU products")
+    compiled=is_hopper, chapter="SwiGLU products")

@@ -21,15 +21,12 @@ fp32, before it is rounded: G = X X' / norm^2, and the polynomial that multiplie
 
 dev/tests/hopper.py has what their tests check with.
 """
-from pathlib import Path
-
-from dev.common import gpus
-from dev.features.declare import Feature, is_fast
+from dev.features.feature import Feature, is_fast, is_hopper, kernels_of
 from dev.features.hopper.gelu_products import THREADS
 from dev.features.muon import SHARE
 from train_gpt2 import BF16, ceil_div
 
-SOURCE = Path(__file__).resolve().with_suffix(".cu")
+SOURCE = kernels_of(__file__)
 SOURCES = (SOURCE.with_name("hopper.cuh"), SOURCE.with_name("turns.cuh"), SOURCE)
 HEIGHT = WIDTH = 128  # of a tile of the result
 STAGES = 6  # of 64 of what is summed, that fit shared memory beside one result
@@ -154,5 +151,4 @@ FEATURE = Feature(
     "symmetric products",
     lambda flags, ranks: flags.optimizer == "muon" and is_fast(flags) and flags.dtype in DTYPES,
     device=OwnSymmetric, sources=SOURCES,
-    compiled=lambda flags, c: gpus.capability() == 90 and c.C // c.NH in range(64, 129, 8),
-    chapter="symmetric products")
+    compiled=is_hopper, chapter="symmetric products")

@@ -8,12 +8,10 @@ of biases and norms are few, and stay fp32.
 A gradient is rounded on each rank, and its sum once more (NCCL rounds each sum of two). Each
 rounding changes it by up to 1/512 of itself. llm.c, too, sends bf16.
 """
-from pathlib import Path
-
-from dev.features.declare import Feature, Flag
+from dev.features.feature import Feature, Flag, kernels_of
 from train_gpt2 import BF16, carve
 
-SOURCE = Path(__file__).resolve().with_name("bf16_sums.cu")
+SOURCE = kernels_of(__file__)
 
 
 class Bf16Sums:

@@ -21,10 +21,10 @@ from pathlib import Path
 
 import numpy as np
 
+from dev.common.files import paths_of
 from dev.common.flags import with_values
-from dev.features.declare import Feature, Flag
+from dev.features.feature import Feature, Flag
 from dev.features.ranks.collectives import Mpi, Nccl
-from dev.features.shuffled_loader import paths_of
 
 PIECE = 8  # numbers: 16 bytes in bf16, which kernels load together
 EMBEDDINGS = "wte", "wpe"  # their gradients are complete last

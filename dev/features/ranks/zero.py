@@ -20,7 +20,7 @@ ranks one more of those that are left. Such a layer is summed at its rank, and s
 """
 import numpy as np
 
-from dev.features.declare import Feature, Flag
+from dev.features.feature import Feature, Flag
 from dev.features.ranks.ranks import cut, cut_layers
 from train_gpt2 import LOW, Row, carve, kept_as, update_table
 

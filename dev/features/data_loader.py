@@ -3,28 +3,15 @@
 -i may be a pattern such as 'data/fineweb_train_*.bin'. With --shuffle 1, the default for several
 files, each epoch shuffles the files and the batches of each. Every rank has its own order.
 """
-import glob
 import os
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 
 from dev.common.config import count_tokens, read_tokens
-from dev.features.declare import Feature, Flag
+from dev.common.files import paths_of
+from dev.features.feature import Feature, Flag
 from train_gpt2 import DataLoader, UserError
-
-
-def paths_of(pattern):
-    """The paths that match a pattern such as data/fineweb_train_*.bin, sorted as in llm.c; or the
-    pattern itself if none does. What exists is meant as it is written: the file runs[1]/train.bin,
-    or in runs[1]/train_*.bin the folder runs[1]."""
-    if os.path.exists(pattern):
-        return [str(pattern)]
-    path = Path(pattern)
-    folder = next((parent for parent in path.parents if os.path.exists(parent)), Path())
-    found = glob.glob(str(path.relative_to(folder)), root_dir=folder)
-    return sorted(str(folder / name) for name in found) or [str(pattern)]
 
 
 def check_pair(given, paths):

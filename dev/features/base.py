@@ -1,7 +1,7 @@
 """What a run with features has beyond the trainer's classes: other architectures, and a state that
 outlasts it. features/order.py stacks features on these.
 """
-from dev.data.paths import data_paths
+from dev.data.first_text import data_paths
 import train_gpt2
 from dev.common.config import Config
 from dev.features.devices import FastCuda

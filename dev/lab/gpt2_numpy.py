@@ -1,8 +1,8 @@
 """GPT-2's forward pass in NumPy. Read it first, then gpt2_numpy_backward.py, which has its
 gradients, then train_gpt2.py, which does both fast.
 
-    python -m dev.gpt2_numpy "To be, or not to be"              # with gpt2_124M.bin
-    python -m dev.gpt2_numpy model.bin "To be, or not to be"    # with another checkpoint
+    python -m dev.lab.gpt2_numpy "To be, or not to be"              # with gpt2_124M.bin
+    python -m dev.lab.gpt2_numpy model.bin "To be, or not to be"    # with another checkpoint
 
 It prints the loss of the text, and the five likeliest next tokens. OpenAI's weights are downloaded
 by `python -m dev.tools.convert gpt2 gpt2_124M.bin`; train_gpt2.py -o saves its own.

@@ -1,5 +1,5 @@
-"""GPT-2's backward pass in NumPy. Read it after dev/gpt2_numpy.py, whose functions have
-their gradients here. train_gpt2.py does the same fast, and reuses memory.
+"""GPT-2's backward pass in NumPy. Read it after gpt2_numpy.py, whose functions have their
+gradients here. train_gpt2.py does the same fast, and reuses memory.
 
 Names: dx is the gradient of the loss with respect to x, and has its shape. Most functions f(x)
 there have a df(dout, x) here: given dout, the gradient of what f returned, it returns the gradient
@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from dev.gpt2_numpy import (
+from dev.lab.gpt2_numpy import (
     attention, block, causal, gelu, layernorm, linear, mean_loss, sigmoid, softmax)
 
 

@@ -1,57 +1,23 @@
-"""Errors about a file of the wrong kind say what it is, by the first number of its header, and what
-takes it. (The trainer's own error only has the numbers.) Errors about -e name the command that
-makes a checkpoint of what was given.
-"""
+"""Errors about -e, -i and -j say what a file of the wrong kind is (dev/common/files.py), and name
+the command that makes a checkpoint, or a token file, of what was given."""
 import os
 import re
 import shlex
 from pathlib import Path
 
-from dev.common import config
-from dev.features.declare import Feature, Flag
-from dev.features.shuffled_loader import paths_of
+from dev.common.files import check_kind, header_of_kinds, paths_of
+from dev.features.feature import Feature, Flag
 from train_gpt2 import UserError
 
 OPENAI = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # names on the hub without an owner
 PREPARE = ("python", "prepro_tinyshakespeare.py", "--input")
 ON_HUB = r"[\w-][\w.-]*/[\w-][\w.-]*"  # owner/name
-FILES = {  # by the first number
-    20240326: "a GPT-2 checkpoint, which train_gpt2.py trains (-e)",
-    20240327: "a debug state of GPT-2, which test_gpt2.py compares with (--state)",
-    20240328: "a vocabulary, which lies beside the token files that have its words (--vocab)",
-    20240520: "a file of GPT-2's tokens, which train_gpt2.py trains on (-i)",
-    20240522: "a file of HellaSwag's questions, which train_gpt2.py scores (--hellaswag)",
-    20240527: "AdamW's state, with which a run goes on (-o FOLDER -y 1)",
-    20240801: "a file of Llama 3's tokens, which dev/llama3/train_llama3.py trains on (-i)",
-    20240803: "a Llama 3 checkpoint, which dev/llama3/train_llama3.py trains (-e)",  # or its state
-    20261125: "a mask, which says which tokens of the file beside it count as targets (--mask)",
-}
-
-
-def check_kind(path, *kinds):
-    """Raise UserError if a file is of a known kind, but none of these (train_gpt2.FileKind)."""
-    try:
-        with open(path, "rb") as file:
-            magic = int.from_bytes(file.read(4), "little")
-    except OSError:  # reported by whoever needs the file
-        return
-    if magic in FILES and magic not in {kind.magic for kind in kinds}:
-        names = " or a ".join({kind.name: 0 for kind in kinds})
-        raise UserError(f"{path}: is {FILES[magic]}; expected a {names}: {kinds[0].remedy}")
-
-
-def checked_header(path, *kinds):
-    """As train_gpt2.read_header, with the better error."""
-    check_kind(path, *kinds)
-    return config.header_of_kinds(path, *kinds)
-
-
 def check_tokens(pattern, *kinds):
     """Raise UserError if what -i or -j names is missing, or no file of tokens of these kinds."""
     for path in paths_of(pattern) if pattern else ():
         check_kind(path, *kinds)
         try:
-            config.header_of_kinds(path, *kinds)
+            header_of_kinds(path, *kinds)
         except UserError as e:
             if not os.path.isfile(path):
                 raise

@@ -1,37 +1,13 @@
-"""What a feature says of itself. Its module ends with a Feature, and order.py has all of them in
-the order in which they stack: it makes --help, a run's classes and all other tables from them."""
+"""What a feature says of itself. Its module ends with a Feature, and order.py finds all of them: it
+makes --help, a run's classes and all other tables from them."""
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-
-def key_of(row):
-    """The name of a row's flag among the attributes of flags."""
-    return row[1].removeprefix("--").replace("-", "_")
-
-
-class Flag(NamedTuple):
-    """A flag: the five fields of a row of train_gpt2.FLAGS, and more. It replaces a row of the same
-    name there."""
-    letter: str
-    name: str
-    kind: object
-    default: object
-    text: str
-    group: str = ""  # its headline in --help; a row that is replaced stays where it is
-    after: str = ""  # the flag that it follows there
-    needs: str = ""  # the flag that it is useless without
-    path: bool = False  # its value names files to read: absolute in run_*.json, needed by -y 1
-    replayed: bool = True  # whether --replay takes the run's value
-    # With -y 1: whether it takes the run's value if none is given, must have that value, or may
-    # have another without a warning (a function of the flags: whether it may)
-    restored: bool = True
-    must_agree: bool = False
-    may_differ: bool | Callable = False
-
-    key = property(key_of)
-    short = property(lambda self: self.letter or self.name)
+from dev.common import gpus
+from dev.common.flags import Flag
 
 
 def always(*args):
@@ -53,14 +29,14 @@ class Pair(NamedTuple):
 class Feature(NamedTuple):
     name: str
     asked: Callable = always  # (flags, ranks) -> whether to use it; ranks is None for one process
-    # Classes without a base, in front of GPT2 and Training of seams.py and of a device of
+    # Classes without a base, in front of GPT2 and Training of base.py and of a device of
     # devices.py. device may be a function of the flags, which returns such a class or None.
     model: type = None
     training: type = None
     device: object = None
     observer: type = None  # it has a method for each thing of Training.tell that it listens to
     only: str = ""  # the one architecture that it is for
-    flags: tuple = ()
+    flags: tuple[Flag, ...] = ()
     sources: tuple = ()  # CUDA files, which are compiled behind kernels.cu
     compiled: Callable = always  # (flags, config) -> whether they are
     chapter: str = ""  # what a run on a GPU calls it, if it is there for speed alone
@@ -79,6 +55,16 @@ def trains(flags):
 
 def is_fast(flags):
     return flags.device == "cuda" and not flags.plain
+
+
+def is_hopper(flags, c):
+    """Whether the GPU has what our own products use, and attention its kernels for Hopper."""
+    return gpus.capability() == 90 and c.C // c.NH in range(64, 129, 8)
+
+
+def kernels_of(file):
+    """The CUDA file beside a feature's module, whose __file__ is given."""
+    return Path(file).resolve().with_suffix(".cu")
 
 
 def numbers(values, shape):
