@@ -55,9 +55,8 @@ def include_flags():
     return [f"-I{path.parent}" for path in sorted(found)[:1]]
 
 
-def compile_cuda(text, gpu, flags, annotated=False):
-    """(NVRTC's messages, {kernel: Used}, {array: values of the ints that it begins with}) of a
-    program for a GPU such as sm_90a. The arrays are those in constant memory. annotated: refuse
+def messages_and_ptx(text, gpu, flags, annotated=False):
+    """NVRTC's messages on a program for a GPU such as sm_90a, and its PTX. annotated: refuse
     functions without __device__. Raises NotCompiled."""
     import cupy  # noqa: F401
     from cupy_backends.cuda.libs import nvrtc
@@ -71,13 +70,19 @@ def compile_cuda(text, gpu, flags, annotated=False):
                                        *flags])
     except nvrtc.NVRTCError:
         raise NotCompiled(nvrtc.getProgramLog(program)) from None
-    log, used = nvrtc.getProgramLog(program), {}
+    return nvrtc.getProgramLog(program), nvrtc.getPTX(program).decode()
+
+
+def compile_cuda(*program, **more):
+    """(NVRTC's messages, {kernel: Used}, {array: values of the ints that it begins with}) of a
+    program, as for messages_and_ptx. The arrays are those in constant memory. Raises
+    NotCompiled."""
+    (log, ptx), used, arrays = messages_and_ptx(*program, **more), {}, {}
     for entry in log.split("Compiling ")[1:]:
         name, frame, stores, loads, registers, shared = ENTRY.search(
             entry.replace("\n", " ")).groups()
         used[name] = Used(int(registers), int(stores) + int(loads), int(shared or 0),
                           frame=int(frame))
-    ptx, arrays = nvrtc.getPTX(program).decode(), {}
     for body in BODY.finditer(ptx):
         if body[1] in used:
             used[body[1]] = used[body[1]]._replace(doubles=len(DOUBLE.findall(body[0])))

@@ -37,7 +37,7 @@ import string
 
 import numpy as np
 
-from dev.data.documents import cleaned
+from dev.data.documents import cleaned, read_utf8
 from dev.data.masks import mask_path, write_mask
 from dev.data.text import both, call_tiktoken
 from prepro_tinyshakespeare import VAL_TOKENS, write_tokens
@@ -120,13 +120,7 @@ def read_conversations(paths):
         if path.suffix.lower() != ".jsonl":
             raise UserError(f"{path}: --chat takes .jsonl files, with a conversation a line: "
                             f"{FORMS}")
-        try:
-            lines = path.read_bytes().decode("utf-8-sig").split("\n")
-        except OSError as e:
-            raise UserError(f"{path}: could not be read ({e.strerror})") from None
-        except UnicodeDecodeError as e:
-            raise UserError(f"{path}: byte {e.start} is not UTF-8; expected UTF-8") from None
-        for number, line in enumerate(lines, 1):
+        for number, line in enumerate(read_utf8(path, path).split("\n"), 1):
             try:
                 if line.strip():
                     found.append(conversation_of(json.loads(line)))

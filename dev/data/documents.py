@@ -124,6 +124,13 @@ def said(units):
     return f"{'; '.join(parts)} (--documents)"
 
 
+def checked_name(name):
+    """A data set's name. Raises UserError."""
+    if not name.replace("-", "").replace("_", "").replace(".", "").isalnum():
+        raise UserError(f"--name {name}: expected letters, digits, '-', '_' and '.'")
+    return name
+
+
 def name_of(flags):
     """The name of the data set, or None for tinyshakespeare. Raises UserError."""
     name, inputs = flags.name, flags.input or ()
@@ -133,6 +140,4 @@ def name_of(flags):
             raise UserError(f"--input {' '.join(inputs)}: is no single file or folder, whose name "
                             "the tokens would have; expected --name too")
         name = path.resolve().stem if path.is_file() else path.resolve().name
-    if name and not name.replace("-", "").replace("_", "").replace(".", "").isalnum():
-        raise UserError(f"--name {name}: expected letters, digits, '-', '_' and '.'")
-    return name
+    return name and checked_name(name)

@@ -23,21 +23,16 @@ The program can be stopped at any moment. Started again, it continues after the 
 and the shards end up with the same bytes. The number of workers does not change them either. A file
 whose download was interrupted is downloaded again.
 """
-import collections
 import contextlib
 import fcntl
+import functools
 import hashlib
 import itertools
 import json
-import multiprocessing
 import os
 import shutil
-import signal
 import sys
-import threading
 import time
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,7 +41,7 @@ import numpy as np
 from dev.common.config import count_tokens
 from dev.common.flags import parse_flags
 from dev.common.program import run_main
-from dev.data.documents import cleaned
+from dev.data.documents import checked_name, cleaned
 from dev.data.hub import download, library, list_files
 from dev.data.tables import read_texts, table_files
 from dev.data.text import call_tiktoken
@@ -55,7 +50,7 @@ from train_gpt2 import EOT, TOKENS, UserError, gpt2_encoding, make_header, numbe
 
 DATASETS = {"classic": ("HuggingFaceFW/fineweb", "fineweb"),
             "edu": ("HuggingFaceFW/fineweb-edu", "edu_fineweb")}
-BATCH = 2**20  # characters that a worker gets at a time
+BATCH = 2**22  # characters that are tokenized at a time
 FLAGS = [
     ("-t", "--type", tuple(DATASETS), None, "FineWeb or FineWeb-Edu (default: classic)"),
     ("-v", "--version", ("10B", "100B"), None, "tokens of the sample (default: 10B)"),
@@ -70,7 +65,7 @@ FLAGS = [
     ("-s", "--shard-tokens", number(int, 1, 2**31), 10**8, "tokens of a shard"),
     (None, "--val-tokens", number(int, 1, 2**31), None, "tokens of the validation shard (default: "
      "as the others, or a tenth if all texts fit into one)"),
-    (None, "--workers", number(int, 1, 1025), None, "processes that tokenize (default: one for "
+    (None, "--workers", number(int, 1, 1025), None, "threads that tokenize (default: one for "
      "each core)"),
 ]
 
@@ -101,61 +96,32 @@ def read_batches(paths, column, place, clean=False):
             yield file, first, texts
 
 
-eot = EOT  # a worker's
+def encoder(encoding, workers):
+    """(a function from texts to lists of their tokens, which uses this many threads; the id of
+    <|endoftext|>). encoding: tiktoken's, or a Vocabulary."""
+    if not isinstance(encoding, Vocabulary):  # <|endoftext|> in a text is text, as in llm.c
+        return functools.partial(encoding.encode_ordinary_batch, num_threads=workers), EOT
+    if encoding.kind == "words":
+        return functools.partial(encoding.encoding.encode_batch, allowed_special="all",
+                                 num_threads=workers), encoding.eot
+    return lambda texts: [*map(encoding.encode, texts)], encoding.eot
 
 
-def start_worker(encoding):
-    """What a worker does first. It leaves Ctrl-C to its parent, and ends when its parent is gone,
-    so that nothing is left of a killed program. encoding: tiktoken's, or a Vocabulary."""
-    global encode, eot
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if isinstance(encoding, Vocabulary):
-        encode, eot = encoding.encode, encoding.eot
-    else:
-        encode = encoding.encode_ordinary  # <|endoftext|> in a text is text, as in llm.c
-
-    def end_with_parent():
-        multiprocessing.parent_process().join()
-        os._exit(1)
-
-    threading.Thread(target=end_with_parent, daemon=True).start()
-
-
-def tokenize(texts, name="", first=0):
+def tokenize(encode, eot, texts, name="", first=0):
     """([number of tokens of each document], all tokens as uint16). A text that is None has no
     tokens. name, first: the texts' file and the index of their first row. Raises UserError with the
     row."""
-    documents = []
-    for row, text in enumerate(texts, first + 1):
-        try:
-            documents.append(np.array([] if text is None else [eot, *call_tiktoken(encode, text)],
-                                      "<u2"))
-        except UserError as e:
-            raise UserError(f"{name}: row {row}: {e}") from None
-    return [len(document) for document in documents], np.concatenate(documents)
-
-
-def tokenized(batches, encoding, workers, names):
-    """(index of the file, index of the first row, [number of tokens of each document], tokens) of
-    batches, in their order. names: of the files. Some batches are read ahead, so that no worker
-    waits. Raises UserError."""
-    # Not fork, which is unsafe in a process with threads, such as pyarrow's.
-    context, waiting = multiprocessing.get_context("forkserver"), collections.deque()
-    pool = ProcessPoolExecutor(workers, context, start_worker, (encoding,))
     try:
-        for batch in itertools.chain(batches, [None] * 2 * workers):
-            if batch:
-                file, first, texts = batch
-                batch = file, first, pool.submit(tokenize, texts, names[file], first)
-            waiting.append(batch)
-            done = waiting.popleft() if len(waiting) > 2 * workers else None
-            if done:
-                yield *done[:2], *done[2].result()
-    except BrokenProcessPool:
-        raise UserError("a worker died, perhaps because memory was full: give fewer --workers"
-                        ) from None
-    finally:
-        pool.shutdown(cancel_futures=True)
+        found = call_tiktoken(encode, [text or "" for text in texts])
+    except UserError as e:
+        if len(texts) == 1:
+            raise UserError(f"{name}: row {first + 1}: {e}") from None
+        for row, text in enumerate(texts, first):
+            tokenize(encode, eot, [text], name, row)
+        raise
+    documents = [np.array([] if text is None else [eot, *tokens], "<u2")
+                 for text, tokens in zip(texts, found)]
+    return [len(document) for document in documents], np.concatenate(documents)
 
 
 # ---- Tokens to shards, and a file with the progress
@@ -249,10 +215,10 @@ def write_shards(folder, name, progress, paths, encoding, workers, forget=lambda
     tqdm, start, path = library("tqdm").tqdm, Place(*progress["place"]), progress_path(folder, name)
     replace_file(path, [json.dumps(progress).encode()])
     sizes = (shard_size(progress, shard) for shard in itertools.count(progress["shards"]))
-    documents = read_batches(paths, progress["--column"], start, progress["source"] == "--input")
-    batches = tokenized(documents, encoding, workers, [name for name, _ in progress["files"]])
-    with contextlib.closing(batches), tqdm(unit=" tokens", unit_scale=True, leave=False,
-                                           disable=None) as bar:
+    encode, names = encoder(encoding, workers), [name for name, _ in progress["files"]]
+    batches = ((file, row, *tokenize(*encode, texts, names[file], row)) for file, row, texts in
+               read_batches(paths, progress["--column"], start, progress["source"] == "--input"))
+    with tqdm(unit=" tokens", unit_scale=True, leave=False, disable=None) as bar:
         bar.reset(shard_size(progress, progress["shards"]))
         begun = time.perf_counter()
         for tokens, place in cut_shards(batches, sizes, start, bar.update):
@@ -321,9 +287,7 @@ def main(arguments=None):
                         "give one of them")
     version, (repo, name) = flags.version or "10B", DATASETS[flags.type or "classic"]
     sample = f"sample/{version}T"
-    name = flags.name or (Path(flags.input).stem if flags.input else name)
-    if not name.replace("-", "").replace("_", "").replace(".", "").isalnum():
-        raise UserError(f"--name {name}: expected letters, digits, '-', '_' and '.'")
+    name = checked_name(flags.name or (Path(flags.input).stem if flags.input else name))
     folder = Path(flags.output or f"data/{name}{'' if flags.input else version}")
     vocabulary = read_vocabulary(flags.vocab) if flags.vocab else None
     encoding = vocabulary or gpt2_encoding()

@@ -122,10 +122,10 @@ def check_command(name, wish, result, status=0):
     check(name, ok, "" if ok else f"{code}, {out!r}, {err!r}")
 
 
-def in_process(program, *flags):
-    """Run a program's main() in this process, if it needs no workers. Returns what it printed."""
-    with mock.patch.object(program, "gpt2_encoding",
-                           byte_encoding), contextlib.redirect_stdout(io.StringIO()) as out:
+def in_process(program, *flags, batch=200):
+    """Run a program's main() in this process. Returns what it printed."""
+    with mock.patch.multiple(program, create=True, gpt2_encoding=byte_encoding, BATCH=batch
+                             ), contextlib.redirect_stdout(io.StringIO()) as out:
         program.main([str(flag) for flag in flags])
     return out.getvalue()
 

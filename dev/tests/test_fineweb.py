@@ -10,7 +10,6 @@ import re
 import signal
 import subprocess
 import sys
-from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from unittest import mock
 
@@ -107,11 +106,12 @@ def test_lines(folder):
     rows = [("a",), ("\ud800b",), (None,), ("",)]
     for first in range(6):
         check(f"from row {first} on", list(read_rows(path, ["text"], first)) == rows[first:])
-    command("fineweb", folder, "--input", path, "--output", "out", "-s", 3)
+    os.chdir(folder)
+    in_process(fineweb, "--input", path, "--output", "out", "-s", 3)
     # Newer Pythons read this.
     (folder / "deep.jsonl").write_bytes(b'{"text": ' + b"[" * 3000 + b"]" * 3000 + b"}")
-    check_command("3,000 lists in lists", "deep.jsonl: .*(line|row) 1 .*expected", command(
-        "fineweb", folder, "--input", "deep.jsonl"), 1)
+    check_refusal("3,000 lists in lists", "deep.jsonl: .*(line|row) 1 .*expected", in_process,
+                  fineweb, "--input", "deep.jsonl")
     stream = stream_of([text for text, in rows])
     check("their shards", contents(folder / "out") == shards_of(stream, "a", 3, 3), len(stream))
 
@@ -133,8 +133,9 @@ def test_not_utf8(folder):
                           list, read_rows(path, ["id", "text"], first))
         after = [i for _, i in read_rows(path, ["text", "id"], bad + 1)]
         check(f"after row {bad + 1}", after == [*range(bad + 1, 3000)], len(after))
-    check_command("fineweb.py, no UTF-8", "a.parquet: row 3000: text is not UTF-8", command(
-        "fineweb", folder, "--input", path), 1)
+    os.chdir(folder)
+    check_refusal("fineweb.py, no UTF-8", "a.parquet: row 3000: text is not UTF-8", in_process,
+                  fineweb, "--input", path)
     lists = pyarrow.ListArray.from_arrays(pyarrow.array([0, 2, 3]), column[2997:])
     parquet.write_table(pyarrow.table({"text": lists}), path)
     check_refusal("a list", "a.parquet: row 2: text is not UTF-8", list, read_rows(path, ["text"]))
@@ -147,27 +148,24 @@ def cut(paths, batch, place, sizes):
     """[(tokens, the place after them), ...] of the shards from a place on, in this process."""
     def batches():
         for file, first, texts in fineweb.read_batches(paths[place.file :], "text", place):
-            yield file, first, *fineweb.tokenize(texts)
+            yield file, first, *fineweb.tokenize(*fineweb.encoder(byte_encoding(), 1), texts)
 
-    with (mock.patch("dev.data.fineweb.BATCH", batch),
-          mock.patch("dev.data.fineweb.encode", byte_encoding().encode_ordinary, create=True)):
+    with mock.patch("dev.data.fineweb.BATCH", batch):
         return [(tokens.tolist(), place)
                 for tokens, place in fineweb.cut_shards(batches(), iter(sizes), place)]
 
 
 def test_panics():
     """A text at which tiktoken panics is named by its file and row."""
-    def encode(text):
-        if text == "bad":
+    def encode(texts):
+        if "bad" in texts:
             raise PanicException("StackOverflow")
-        return [1]
+        return [[1]] * len(texts)
 
     PanicException = type("PanicException", (BaseException,), {})
-    with mock.patch("dev.data.fineweb.encode", encode, create=True):
-        check("tokens", fineweb.tokenize(["a", None, ""])[0] == [2, 0, 2])
-        check_refusal("a panic", r"a.jsonl: row 13: tiktoken failed \(StackOverflow\)",
-                      fineweb.tokenize,
-                      ["a", None, "bad"], "a.jsonl", 10)
+    check("tokens", fineweb.tokenize(encode, 9, ["a", None, ""])[0] == [2, 0, 2])
+    check_refusal("a panic", r"a.jsonl: row 13: tiktoken failed \(StackOverflow\)",
+                  fineweb.tokenize, encode, 9, ["a", None, "bad"], "a.jsonl", 10)
 
 
 def test_borders(folder):
@@ -214,13 +212,13 @@ def test_local_shards(folder):
     batches."""
     stream = input_folder(folder)
     wish, total = shards_of(stream, "own", 333, 1000), len(stream)
+    os.chdir(folder)
     for workers, batch in ((1, 200), (3, 50), (2, 2**20)):
         out, name = folder / f"out_{workers}", f"fineweb.py, {workers} workers"
-        result = command("fineweb", folder, *FLAGS, "--output", out, "--workers", workers,
-                         batch=batch)
-        check_command(name, "own_train_000001.bin: 1,000 tokens, .* input file 1 of 4", result)
+        said = in_process(fineweb, *FLAGS, "--output", out, "--workers", workers, batch=batch)
+        check(name, re.search("own_train_000001.bin: 1,000 tokens, .* input file 1 of 4", said),
+              said)
         check(f"{name}: {len(wish)} shards", contents(out) == wish)
-    os.chdir(folder)
     said = in_process(fineweb, *FLAGS, "--output", out, "--workers", 7)
     check("fineweb.py, finished",
           f"finished before, with {total:,} tokens in {len(wish)} shards" in said, said)
@@ -231,9 +229,9 @@ def test_local_shards(folder):
     check_command("fineweb.py, default name", f"data/texts: {total:,} tokens in 2 shards", result)
     check("fineweb.py, a last shard of one token", contents(folder / "data" / "texts") == shards_of(
         stream, "texts", total - 1, total))
-    result = command("fineweb", folder, "--input", "texts", "--name", "all", "--val-tokens", total)
-    check_command("fineweb.py, all for validation", f"the texts have {total:,} tokens, and all of "
-                  "them would be for validation; .*--val-tokens", result, 1)
+    check_refusal("fineweb.py, all for validation", f"the texts have {total:,} tokens, and all of "
+                  "them would be for validation; .*--val-tokens", in_process, fineweb, "--input",
+                  "texts", "--name", "all", "--val-tokens", total)
     check("fineweb.py, no shard when all would be for validation",
           contents(folder / "data" / "all") == {})
 
@@ -241,43 +239,40 @@ def test_local_shards(folder):
 def test_few_texts(folder):
     """If all texts fit into one shard, a tenth of their tokens is for validation, unless
     --val-tokens was given."""
+    os.chdir(folder)
     for name, count in (("small.jsonl", 40), ("small.parquet", 40), ("twenty.jsonl", 2)):
         texts = ["word"] * 4 if count == 2 else some_texts(count, 3)
         write_texts(folder / name, texts, 3)
         stream, out = stream_of(own(texts)), folder / f"of {name}"
         total, stem = len(stream), name.split(".")[0]
         wish = shards_of(stream, stem, total // 10, total)
-        result = command("fineweb", folder, "--input", name, "--output", out)
-        check_command(name, f"{stem}_val_000000.bin: {total // 10:,} "
-                      f".*\n.*{stem}_train_000001.bin: {total - total // 10:,} tokens,.*\n.*: "
-                      f"{total:,} tokens in 2 shards", result)
+        said = in_process(fineweb, "--input", name, "--output", out)
+        check(name, re.search(
+            f"{stem}_val_000000.bin: {total // 10:,} .*\n.*{stem}_train_000001.bin: "
+            f"{total - total // 10:,} tokens,.*\n.*: {total:,} tokens in 2 shards", said), said)
         check(f"{name}: its shards", contents(out) == wish, total)
-        again = command("fineweb", folder, "--input", name, "--output", out)
-        check_command(f"{name}, again", f"finished before, with {total:,} tokens in 2 shards",
-                      again)
+        said = in_process(fineweb, "--input", name, "--output", out)
+        check(f"{name}, again", f"finished before, with {total:,} tokens in 2 shards" in said, said)
         for die_at in (1, 1.5, 2, 2.5, 3, 3.5) if name == "small.jsonl" else ():
             out = folder / f"killed at {die_at}"
             code, *_ = command("fineweb", folder, "--input", name, "--output", out, die_at=die_at)
-            check_command(f"{name}, killed at {die_at}", "in 2 shards", command(
-                "fineweb", folder, "--input", name, "--output", out))
+            said = in_process(fineweb, "--input", name, "--output", out)
             check(f"{name}, killed at {die_at}: its shards",
-                  code == -signal.SIGKILL and contents(out) == wish)
+                  code == -signal.SIGKILL and "in 2 shards" in said and contents(out) == wish, said)
     for size in (total, total + 1):  # which is the size of a shard of validation, too
-        check_command(f"-s {size}", f"{total} tokens in 2",
-                      command("fineweb", folder, "--input", name, "-s", size,
-                                                                     "--output", f"out {size}"))
-        check(f"-s {size}: its shards", contents(folder / f"out {size}") == wish)
-    check_command("--val-tokens", "all of them would be for validation", command(
-        "fineweb", folder, "--input", name, "--output", "given", "--val-tokens", total), 1)
+        said = in_process(fineweb, "--input", name, "-s", size, "--output", f"out {size}")
+        check(f"-s {size}: its shards",
+              f"{total} tokens in 2" in said and contents(folder / f"out {size}") == wish, said)
+    check_refusal("--val-tokens", "all of them would be for validation", in_process, fineweb,
+                  "--input", name, "--output", "given", "--val-tokens", total)
     write_texts(folder / "few.jsonl", ["word"] * 3)
-    check_command("too few", "the texts have 15 tokens, and need at least 20 for training and "
-                  "validation", command("fineweb", folder, "--input", "few.jsonl"), 1)
+    check_refusal("too few", "the texts have 15 tokens, and need at least 20 for training and "
+                  "validation", in_process, fineweb, "--input", "few.jsonl")
     check("too few: no file", not (folder / "data").exists())
 
 
 def test_kills(folder):
-    """However often the program is killed, its workers end too, and in the end the shards have the
-    same bytes."""
+    """However often the program is killed, in the end the shards have the same bytes."""
     wish, flags = shards_of(input_folder(folder), "own", 333, 1000), (*FLAGS, "--workers", 2)
     out = folder / "one_by_one"
     # Its first file is that of the progress, then a shard and that take turns.
@@ -292,7 +287,7 @@ def test_kills(folder):
           "" if ok else f"{err} {sorted(contents(out))}")
     process = start("fineweb", folder, *flags, "--output", folder / "again", pause=0.2)
     process.stdout.readline()
-    os.killpg(process.pid, signal.SIGINT)  # its workers get it, too, as from a terminal
+    os.killpg(process.pid, signal.SIGINT)
     code, _, err = finish(process)
     check("Ctrl-C", (code, err) == (130, "interrupted\n"), f"{code}, {err!r}")
     code, _, err = command("fineweb", folder, *flags, "--output", folder / "again")
@@ -328,11 +323,6 @@ def test_refusals(folder):
              "--column", "id"),
             ("the input has no text", "--input", "texts/c.parquet")):
         check_refusal("fineweb.py", wish, in_process, fineweb, *flags)
-    with mock.patch("dev.data.fineweb.ProcessPoolExecutor",
-                    **{"return_value.submit.side_effect": BrokenProcessPool("ended")}):
-        check_refusal("fineweb.py", "a worker died, .*: give fewer --workers", in_process, fineweb,
-                      "--input", "texts",
-                      "--name", "fewer")
     with fineweb.locked(folder / "out"):
         check_refusal("fineweb.py", "out: another program writes shards there", in_process, fineweb,
                       *own)

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from dev.lab.grade import SEEN_BY_ASAN
 from dev.tests.checks import TOP
 
 PROGRAMS = (  # the longest first
@@ -37,8 +38,9 @@ def test_program(program):
     command, _, how = program.partition(", ")
     start, more = ["-m", *command.split()], {}
     if how == "sanitized":
-        more = {"CXXFLAGS": "-O0 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all",
-                "ASAN_OPTIONS": "detect_leaks=0",
+        more = {"CXXFLAGS": "-O0 -g1 -fsanitize=address,undefined "
+                f"-fno-sanitize={SEEN_BY_ASAN} -fno-sanitize-recover=all",
+                "ASAN_OPTIONS": "detect_leaks=0:malloc_context_size=1",
                 "LD_PRELOAD": f"{library_of('libasan.so')} {library_of('libubsan.so')}"}
     done = subprocess.run([sys.executable, *start], cwd=TOP, env=os.environ | more, text=True,
                           errors="replace", stdout=subprocess.PIPE, stderr=subprocess.STDOUT)

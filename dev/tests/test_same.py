@@ -51,18 +51,17 @@ def test_files(folder):
                                                            for line in times))
 
 
-def compare_runs(folder, name, wish, old, new):
+def compare_runs(folder, name, wish, old, new, statuses=((0,), (0,))):
     """Compare two runs of a case: their files are OLD's, and NEW's, which are OLD's but for
     some."""
-    both = {"out0.txt": LINE.format(7), "err0.txt": "", "case.json": '{"statuses": [0]}',
-            "run0/main.log": "s:1"} | old
+    both = {"out0.txt": LINE.format(7), "run0/main.log": "s:1"} | old
     sides = [folder / re.sub(r"\W+", "_", name) / side for side in ("old", "new")]
     for side, files in zip(sides, (both, both | new)):
         for path, content in files.items():
-            path = side / "a_case" / path
+            path = side / "a case" / path
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content.encode() if isinstance(content, str) else content)
-    found, _ = compare(Case("a case"), *sides)
+    found, _ = compare(Case("a case"), sides, statuses)
     check(f"{name}: {wish or 'the same'}", found == [] if wish is None else
           len(found) == 1 and re.search(wish, found[0]), found)
 
@@ -73,7 +72,7 @@ def test_runs(folder):
     for wish, new in ((None, {"out0.txt": LINE.format(8)}),
                       ("line 1: .*loss 3.1.*loss 3.2", {"out0.txt": LINE.replace("3.1", "3.2")}),
                       ("only NEW has state", {"run0/state_00000002_00000.bin": "x"}),
-                      ("main.log: line 1", {"run0/main.log": "s:0"}),
-                      (r"exit status \[0\] and \[1\]",
-                       {"case.json": '{"statuses": [1]}', "err0.txt": "error: no"})):
+                      ("main.log: line 1", {"run0/main.log": "s:0"})):
         compare_runs(folder, f"a run, {wish}", wish, {}, new)
+    compare_runs(folder, "another status", r"exit status \[0\] and \[1\]: .*'error: no'", {},
+                 {"out0.txt": "error: no\n"}, ([0], [1]))
