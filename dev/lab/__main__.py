@@ -254,7 +254,7 @@ def repairs(flags):
         raise UserError(f"--solution {flags.solution}: a repair has one solution; leave out the "
                         "number")
     if flags.hint:
-        print(one.hint)
+        print(one.repair.hint)
     elif flags.solution is not None:
         print("\n".join(repair.solution(one)))
     else:

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import numpy as np
 
 from dev.lab.bench import HANDFUL
-from dev.lab.exercises import EXERCISES
+from dev.lab.exercises import find_exercise
 from dev.lab.ladder import ANY
-from dev.lab.mistakes import MISTAKES
+from dev.lab.mistakes import mistakes_of
 from dev.lab.submission import own_labels
 from train_gpt2 import to_float
 
@@ -36,7 +36,7 @@ def likeness(array, truth):
 
 def facts_of(bench, comparison, code):
     """What is known about a wrong result: GENERAL and describe_wrong read these."""
-    name, exercise = comparison.name, EXERCISES[bench.ladder.name]
+    name, exercise = comparison.name, find_exercise(bench.ladder.name)
     arrays = {each: bench.result(bench.sets[0], each) for each in bench.truth}
     array, truth = arrays[name], bench.truth[name]
     found, cared = np.float64(to_float(array)), truth != ANY
@@ -120,7 +120,7 @@ def own_mistake(bench, name, arrays, wrong):
     a.truth, results = bench.truth, {each: np.float64(to_float(array))
                                      for each, array in arrays.items()}
     alike = {each: likeness(array, bench.truth[each]) for each, array in arrays.items()}
-    for mistake in MISTAKES.get(bench.ladder.name, ()):
+    for mistake in mistakes_of(find_exercise(bench.ladder.name)):
         if mistake.places:
             places = mistake.places(a, results).get(name)
             if places is not None and not (wrong & ~places).any():

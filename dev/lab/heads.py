@@ -4,6 +4,7 @@ import numpy as np
 
 from dev.lab.formulas import attention, attention_weights, causal, dattention, transposed
 from dev.lab.ladder import f32, in_parts
+from dev.lab.mistakes import exp32, largest, whole
 from train_gpt2 import UserError
 
 # Sizes for every version: a single token, tiles that are not full, and tiles of several kinds.
@@ -219,3 +220,71 @@ def torch_backward(torch, x):
     out = torch_attention(torch, x, q, k, v)
     dout = x.dout.transpose(1, 2)
     return lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+
+
+# ---- What exercises on attention share: notes of their files, formulas, and usual mistakes
+
+QKV = dict(qkv="B,T,3,NH,HS", dqkv="B,T,3,NH,HS", scale="1/sqrt(HS)")
+# Of one head, with q, k, v (T,HS).
+ONE_HEAD = "In NumPy, for the q, k and v (T,HS) of one head"
+ATTEND = (ONE_HEAD, "    score = scale * q @ k.T  # (T,T), row t for query t; -inf where s > t",
+          "    out = softmax(score) @ v")
+GRADIENT = (ONE_HEAD + ", and its out, dout and lse (T,1)",
+            "    delta = (dout * out).sum(-1)                             # (T,1)",
+            "    weight = exp2(LOG2_E * scale * q @ k.T - lse)            # (T,T); 0 where s > t",
+            "    dscore = scale * weight * (dout @ v.T - delta)           # (T,T)",
+            "    dq, dk, dv = dscore @ k, dscore.T @ q, weight.T @ dout")
+
+
+def attend(a):
+    q, k, v = split(a.qkv, a.NH, a.NKV)
+    head = np.arange(a.NH) // (a.NH // a.NKV)
+    score = np.where(np.tri(a.T) > 0, a.scale * q @ transposed(k[:, head]), -np.inf)
+    e = exp32(score - largest(score))
+    return dict(out=join(e / whole(e) @ v[:, head]))
+
+
+CAUSAL = (
+    ("a query does not see its own key: s goes up to t, so write s <= t", "np.tri(a.T)",
+     "np.tri(a.T, k=-1)"),
+    ("every query sees all keys; it must stop at its own: s <= t", "np.tri(a.T)",
+     "np.ones((a.T, a.T))"),
+    ("scale is left out", "a.scale * ", ""),
+    ("all heads use the keys and values of head 0", "// (a.NH // a.NKV)", "* 0"),
+    ("the keys stand where the values should: v lies behind k", "v[:, head]", "k[:, head]"))
+ATTENTION_MISTAKES = (
+    *CAUSAL,
+    ("the weights are not divided by their sum", " / whole(e)", ""),
+    ("e^x is infinite in fp32 from x = 89 on. Subtract the largest score of the query before exp",
+     " - largest(score)", ""),
+    ("the sum of the exponentials has only its last term. Write += and not =", "whole(e)",
+     "np.diagonal(e, axis1=2, axis2=3)[..., None]"))
+
+
+def attend_backward(a):
+    q, k, v = split(a.qkv, a.NH, a.NKV)
+    head = np.arange(a.NH) // (a.NH // a.NKV)
+    dout, out = a.dout.swapaxes(1, 2), a.out.swapaxes(1, 2)
+    score = a.scale * q @ transposed(k[:, head])
+    weight = exp32(score - a.lse[..., None] * np.log(2))
+    weight = np.where(np.tri(a.T) > 0, weight, 0)
+    delta = (dout * out).sum(-1, keepdims=True)
+    dscore = a.scale * weight * (dout @ transposed(v[:, head]) - delta)
+    dk, dv = np.zeros(k.shape), np.zeros(k.shape)
+    np.add.at(dk, np.s_[:, head], transposed(dscore) @ q)
+    np.add.at(dv, np.s_[:, head], transposed(weight) @ dout)
+    return dict(dqkv=join(dscore @ k[:, head], dk, dv))
+
+
+GRADIENT_MISTAKES = (
+    CAUSAL[0],
+    ("scale is left out of dscore", "a.scale * weight", "weight"),
+    ("scale is left out of the score", "a.scale * q", "q"),
+    ("delta, the sum of dout * out, is not subtracted", " - delta", ""),
+    ("delta is added instead of subtracted", "- delta", "+ delta"),
+    ("lse is a logarithm to base 2: use exp2f, and multiply the score by LOG2_E", " * np.log(2)",
+     ""),
+    ("the score is not multiplied by LOG2_E", "exp32(score - a.lse[..., None] * np.log(2))",
+     "np.exp2(np.float32(score - a.lse[..., None])).astype(float)"),
+    ("dq has the term of the last key alone: write += and not =", "dscore @ k",
+     "np.diagonal(dscore, axis1=2, axis2=3)[..., None] * k"))

@@ -142,10 +142,10 @@ def launched_by(names, known):
         name = missing.pop()
         paths = [path for path in (KERNELS / f"{name}.py", LAB / f"{name}.py") if path.exists()]
         if paths and name not in texts:
-            texts[name] = paths[0].read_text(encoding="utf-8")
+            texts[name] = paths[0].read_text(encoding="utf-8").split("\nEXERCISE = ")[0]
             imports = re.findall(r"from dev\.lab(?:\.kernels)?(?:\.(\w+))? import [(\s]*(\w+)",
                                  texts[name])
-            missing += [module or name for module, name in imports]
+            missing += [module or name for module, name in imports if module != "exercises"]
     text = "".join(texts.values())
     return [name for name in known if re.sub("_(inp|weight)$", "", name) in text]
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from dev.common.config import Config
 from dev.common.cuda_source import without_comments
-from dev.lab.exercises import EXERCISES, PREFIX, command, exercise_names
+from dev.lab.exercises import PREFIX, command, exercise_names, find_exercise
 from dev.lab.ladder import find_ladder
 from dev.lab.submission import DECLARATION, Submission, signature
 from dev.lab.workers import sources_of
@@ -119,7 +119,7 @@ def listed():
     solved, lines = state["solved"], [trouble] * bool(trouble)
     for i, name in enumerate(exercise_names(), 1):
         mark = "*" if name in solved else " "
-        lines.append(f"{mark} {i:2}  {name:30} {EXERCISES[name].teaches}")
+        lines.append(f"{mark} {i:2}  {name:30} {find_exercise(name).teaches}")
         lines += [f"{'':6}{reached(solved[name])}"] if name in solved else []
     return [*lines, "", *["* You have solved it."] * bool(solved), what_next(solved),
             f"{command('NAME')} writes a file to fill in, and --exercise FILE checks it.",
@@ -171,7 +171,7 @@ def hint_on(text):
 def hint(name):
     """The lines with the next hint of an exercise: on the error of the last check, if there was
     one, else the exercise's; all of these once the last was shown."""
-    hints, (state, _) = EXERCISES[name].hints, read()
+    hints, (state, _) = find_exercise(name).hints, read()
     if text := state["failed"].pop(name, ""):
         return [f"On your last check: {hint_on(text)}", *filter(None, [write(state)])]
     shown = max(state["hints"].get(name, 0), 0)

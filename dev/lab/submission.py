@@ -17,7 +17,7 @@ import numpy as np
 from dev.common.config import Config
 from dev.common.cuda_source import checked_kernels, parameters_of, without_comments
 from dev.lab import formulas, gpt2_numpy
-from dev.lab.exercises import (EXERCISES, HELPERS, PREFIX, checks_of, command, exercise_names,
+from dev.lab.exercises import (HELPERS, PREFIX, checks_of, command, exercise_names, find_exercise,
                                version_of)
 from dev.lab.ladder import KERNELS, Draw, find_ladder
 from train_gpt2 import UserError
@@ -106,7 +106,7 @@ class Submission:
 
     @property
     def exercise(self):
-        return EXERCISES[self.names[0]]
+        return find_exercise(self.names[0])
 
     @property
     def ladder(self):
@@ -314,7 +314,7 @@ def ways(exercise, threads):
 @functools.cache  # it computes all problems of the exercise
 def template(name):
     """The text of my_<name>.cu."""
-    exercise, ladder = EXERCISES[name], find_ladder(name)
+    exercise, ladder = find_exercise(name), find_ladder(name)
     block, parameters = signature(exercise)
     threads = re.search(r"\d+", block)[0]
     summary = ladder.summary

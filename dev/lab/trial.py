@@ -27,7 +27,7 @@ from dev.cpu.emulated import Emulated
 from dev.lab import drawing, large, on_gpus
 from dev.lab.bench import GUARD, Bench
 from dev.lab.causes import describe_wrong, facts_of, wrong_number
-from dev.lab.exercises import EXERCISES, checks_of, version_of
+from dev.lab.exercises import checks_of, find_exercise, version_of
 from dev.lab.explain import functions_of
 from dev.lab.ladder import LAB, larger, names_of, parse_sizes, text_of
 from dev.lab.submission import MODEL, Submission, own_labels
@@ -59,7 +59,7 @@ class Reference:
     """Version 1 of an exercise, in a library of its own that finds races."""
 
     def __init__(self, ladder):
-        self.exercise, self.ladder = EXERCISES[ladder.name], ladder._replace(compiled_for="")
+        self.exercise, self.ladder = find_exercise(ladder.name), ladder._replace(compiled_for="")
         with contextlib.redirect_stdout(None):
             self.device = Emulated("fp32", MODEL, sources_of([ladder.name]), {self.exercise.like})
 
@@ -138,7 +138,7 @@ def wasted(bench, kernel, threads, items, own, one):
             "items each: write that in BLOCK"]))
         few = own.threads <= FEW * busy
         # a block of an item that is a row has work for as many threads as there are numbers
-        rooms = threads if EXERCISES[bench.ladder.name].alone else min(
+        rooms = threads if find_exercise(bench.ladder.name).alone else min(
             threads, (one.read + one.written) / 4 / blocks)
         rows.insert(1, (few * busy * rooms * IDLE / max(own.threads, 1), [
             f"of the {threads} threads of a block {threads - round(own.threads / busy)} do nothing",

@@ -9,7 +9,7 @@ from dev.common.config import Config
 from dev.common.flags import parse_flags, split_names
 from dev.data import own_text
 from dev.features.order import table_of_flags
-from dev.lab.exercises import EXERCISES
+from dev.lab.exercises import ORDER
 from dev.tests.checks import TOP, check, fast, refusal
 
 PAGES = [path for name in ("*.md", "dev/*.md", "dev/*/README.md") for path in TOP.glob(name)]
@@ -76,4 +76,4 @@ def test_readme():
             found = [f"{float(time) / float(own):.2f}" for own in (default, alone)]
             check(f"{time}: ratios", found == ratios, found)
     count = int(re.search(r"# (\d+) kernels, from easy to hard", README)[1])
-    check("exercises", count == len(EXERCISES), len(EXERCISES))
+    check("exercises", count == len(ORDER), len(ORDER))

@@ -5,6 +5,7 @@ import functools
 import numpy as np
 
 from dev.common.bf16 import joined
+from dev.lab.exercises import Exercise
 from dev.lab.ladder import ANY, Ladder, Version, f32, in_parts
 from train_gpt2 import ADAMW, BF16, LOW, Verdict, to_float
 
@@ -50,9 +51,9 @@ def problem(draw, n, tensors=16, clip=1, step=3, update=1, moment=f32):
 
     def new(p, g, m, v, decayed):
         g = g * min(1, s["clip"] / NORM) if clip else g
-        m, v = m + s["rate1"] * (g - m), v + s["rate2"] * (g**2 - v)
-        change = m * s["correction1"] / (np.sqrt(v * s["correction2"]) + s["eps"])
-        return p - s["learning_rate"] * (change + s["weight_decay"] * decayed * p), m, v
+        new_m, new_v = m + s["rate1"] * (g - m), v + s["rate2"] * (g**2 - v)
+        change = new_m * s["correction1"] / (np.sqrt(new_v * s["correction2"]) + s["eps"])
+        return p - s["learning_rate"] * (change + s["weight_decay"] * decayed * p), new_m, new_v
 
     before = master, grads, m, v, np.repeat(decayed.astype(bool), np.diff(starts.astype(np.int64)))
     after = ((x.reshape(-1) for x in in_parts(new, *(x.reshape(-1, 32) for x in before)))
@@ -94,3 +95,34 @@ LADDER = Ladder(
         Version("one kernel, one thread per number", "adamw2", "n"),
         Version("16 bytes per lane: the trainer's", "adamw", "n", trainer=True),
     ))
+
+
+EXERCISE = Exercise(
+    "adamw2", "an update of many arrays in one pass", "a number",
+    ("settings is a struct in device memory: AdamW a = *settings, then a.learning_rate, a.rate1, "
+     "and so on.",
+     "Which tensor has number i? starts is sorted: go through it, or bisect it."),
+    helpers="master math", shapes=dict(settings="1", norm="1"),
+    note=("For each number, with the fields of settings:",
+          "    g = grads[i] * (clip / norm if 0 < clip < norm else 1)",
+          "    m += rate1 * (g - m), and v += rate2 * (g * g - v)",
+          "    change = m * correction1 / (sqrt(v * correction2) + eps)",
+          "    params -= learning_rate * (change + weight_decay * params), the decay only if "
+          "decayed[tensor]",
+          "Tensor j is the numbers from starts[j] to starts[j + 1] - 1."),
+    mistakes=(
+        ("the gradients are not clipped: each is multiplied by min(1, clip / norm)",
+         'g * min(1, s["clip"] / NORM) if clip else g', "g"),
+        ("the weight decay is left out", ' + s["weight_decay"] * decayed * p', ""),
+        ("all tensors decay: only those with decayed[i] do", "* decayed *", "*"),
+        ("those tensors decay whose decayed[i] is 0", "* decayed *", "* ~decayed *"),
+        ("v takes the square of the gradient, and not the gradient", "g**2", "g"),
+        ("the step uses m from before its update", "change = new_m", "change = m"),
+        ("correction1 and correction2 are left out", ' * s["correction1"]', "",
+         ' * s["correction2"]', ""),
+        ("correction1 is left out", ' * s["correction1"]', ""),
+        ("correction2 is left out", ' * s["correction2"]', ""),
+        ("eps is added inside the root: it belongs outside, sqrtf(v) + eps",
+         '"correction2"]) + s["eps"]', '"correction2"] + s["eps"])'),
+        ("eps is left out", ' + s["eps"]', ""),
+        ("v's root is missing", "np.sqrt", "")))

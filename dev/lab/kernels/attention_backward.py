@@ -2,6 +2,7 @@
 from functools import partial
 
 from dev.lab import heads
+from dev.lab.exercises import Exercise
 from dev.lab.heads import ATTENTION_LIMITS, pairs_seen, plain_softmax
 from dev.lab.ladder import DTYPES, Ladder, Version
 
@@ -61,3 +62,13 @@ LADDER = Ladder(
                 threads=(), dtypes=DTYPES, scratch=heads.delta_scratch, trainer=True,
                 held_back=heads.BACKWARD_GAP),
     ), torch=heads.torch_backward)
+
+
+EXERCISE = Exercise(
+    "attention_backward1", "attention's gradient: the hardest kernel of the trainer",
+    "a query: one (b, h, t)",
+    ("The weight of a pair is exp2f(LOG2_E * scale * q.k - lse): lse is a logarithm to base 2.",
+     "dqkv is zero at the start. Add to keys and values with atomicAdd."),
+    helpers="to_float from_float atomicAdd exp2", items="B*NH*T",
+    args="dqkv dout out qkv lse scale B T NH", zeroed="dqkv", axes="b t head c", shapes=heads.QKV,
+    note=heads.GRADIENT, formula=heads.attend_backward, mistakes=heads.GRADIENT_MISTAKES)

@@ -1,5 +1,6 @@
 """out (B,T,NH,HS) = softmax(q k' / sqrt(HS)) v, causal, from qkv (B,T,3,NH,HS)"""
 from dev.lab import heads
+from dev.lab.exercises import Exercise
 from dev.lab.heads import ATTENTION_LIMITS, pairs_seen, plain_softmax
 from dev.lab.ladder import DTYPES, Ladder, Version
 
@@ -41,3 +42,11 @@ LADDER = Ladder(
                 dtypes=DTYPES, scratch=heads.lse_scratch, trainer=True,
                 held_back=heads.FORWARD_GAP),
     ), torch=heads.torch_forward)
+
+
+EXERCISE = Exercise(
+    "attention_forward1", "attention with its softmax", "a query: one (b, h, t)",
+    ("att (B,NH,T,T) is scratch memory for your weights: row i belongs to item i.",
+     "Without it: keep the largest score so far, and scale down your sums when it grows."),
+    helpers="to_float from_float warp_sum warp_max block_sum block_max shared math", axes="b t h c",
+    shapes=heads.QKV, note=heads.ATTEND, formula=heads.attend, mistakes=heads.ATTENTION_MISTAKES)

@@ -1,10 +1,12 @@
 """losses (N) of logits (N,Vp), which become their gradient dloss * (softmax - 1 at the target)"""
 import numpy as np
 
+from dev.lab.exercises import Exercise
 from dev.lab.formulas import cross_entropy, dcross_entropy
-from dev.lab.kernels.crossentropy_forward import classifier_problem, fused_classifier
+from dev.lab.kernels.crossentropy_forward import MISTAKES, classifier_problem, fused_classifier
 from dev.lab.kernels.softmax_forward import WORDS, padded
 from dev.lab.ladder import Ladder, Version, in_parts
+from dev.lab.mistakes import exp32, largest, sums, whole
 
 
 def problem(draw, B, T, V, Vp):
@@ -41,3 +43,28 @@ LADDER = Ladder(
         Version("two rows in shared memory, or as much of one as fits: the trainer's", trainers,
                 threads=(256, 512, 1024), more=dict(rows=(None, 0, 0.7, 1, 2)), trainer=True),
     ))
+
+
+def formula(a):
+    x = a.logits[:, : a.V]
+    top = largest(x)
+    e = exp32(x - top)
+    hot = np.arange(a.V) == a.targets[:, None]
+    losses = (np.log(whole(e)) + top)[:, 0] - x[np.arange(a.N), a.targets]
+    return dict(losses=losses, logits=padded(a.dloss * (e / whole(e) - hot), a.Vp))
+
+
+EXERCISE = Exercise(
+    "classifier_fused1", "a loss and its gradient in place: what to read first", "a row",
+    ("The gradient is dloss * (softmax - 1 at the target), and 0 in the columns from V to Vp - 1.",
+     "Read the target's logit before you overwrite it."),
+    helpers="to_float from_float warp_sum warp_max block_sum block_max shared math",
+    rows=("logits", "logits losses", "range"), padded="logits", formula=formula, mistakes=(
+        MISTAKES[0],
+        ("the target's logit was read when the gradient stood there already. Read it before",
+         " - x[np", " - (a.dloss * (e / whole(e) - hot))[np"),
+        *MISTAKES[1:],
+        ("the 1 at the target is not subtracted", " - hot", ""),
+        ("the sign is the other one: it is softmax minus 1 at the target", "a.dloss", "-a.dloss"),
+        ("dloss is left out", "a.dloss * ", ""),
+        *sums("e / whole(e)", "the sum of the exponentials")))

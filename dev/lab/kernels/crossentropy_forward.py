@@ -1,9 +1,11 @@
 """losses (N) = -log(softmax(logits (N,Vp)) at the target), over the first V columns"""
 import numpy as np
 
+from dev.lab.exercises import Exercise, Repair
 from dev.lab.formulas import cross_entropy
 from dev.lab.kernels.softmax_forward import WORDS, logits_of
 from dev.lab.ladder import Ladder, Version, in_parts
+from dev.lab.mistakes import OVERFLOW, exp32, largest, sums, whole
 from train_gpt2 import classifier_launch
 
 
@@ -57,3 +59,31 @@ LADDER = Ladder(
                     "bf16": "with 1,024 threads per multiprocessor has two rows, and idles where "
                     "they end: blocks of 256 take 203 us"}),
     ), torch=torch_cross_entropy)
+
+
+def formula(a):
+    x = a.logits[:, : a.V]
+    top = largest(x)
+    e = exp32(x - top)
+    return dict(losses=(np.log(whole(e)) + top)[:, 0] - x[np.arange(a.N), a.targets])
+
+
+MISTAKES = (
+    (OVERFLOW, "largest(x)", "0 * largest(x)"),
+    ("the largest number is not added back behind the logarithm", " + top", ""),
+    ("the target's logit is not subtracted", " - x[np", " - 0 * x[np"),
+    ("the target's logit is added instead of subtracted", " - x[np", " + x[np"),
+    ("the logarithm is to base 2: use logf", "np.log", "np.log2"),
+    ("the logarithm is to base 10: use logf", "np.log", "np.log10"),
+    *sums("log(whole(e))", "the sum of the exponentials"))
+
+
+EXERCISE = Exercise(
+    "crossentropy_forward1", "a loss without overflow: log(sum(exp))", "a row",
+    ("The loss is log(sum of exp(x - largest)) + largest - x[target].",
+     "Only the first V columns count."),
+    helpers="to_float from_float warp_sum warp_max block_sum block_max shared math",
+    rows=("logits", "losses", "range"),
+    repair=Repair(2, "logf(sum) + top", "logf(sum)",
+                  "The sum is of e^(x - top). What is its logarithm?"),
+    formula=formula, mistakes=MISTAKES)

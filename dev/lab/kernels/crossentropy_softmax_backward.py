@@ -1,6 +1,7 @@
 """dlogits (N,Vp) = (probs - 1 at the target) * dlosses (N)"""
 import numpy as np
 
+from dev.lab.exercises import Exercise
 from dev.lab.kernels.softmax_forward import WORDS, in_packs, padded
 from dev.lab.ladder import Ladder, Version, in_parts
 from train_gpt2 import UserError
@@ -27,3 +28,15 @@ LADDER = Ladder(
         Version("one thread per number", "crossentropy_softmax_backward1", "N*Vp"),
         Version("16 bytes per lane", "crossentropy_softmax_backward2", "Vp, N", fits=in_packs),
     ))
+
+
+EXERCISE = Exercise(
+    "crossentropy_softmax_backward1", "padding: columns that must be zero", "a number of dlogits",
+    ("The gradient is (probability - 1 at the target) * dlosses[row].",
+     "The columns from V to Vp - 1 are padding."),
+    padded="dlogits", mistakes=(
+        ("the 1 at the target is not subtracted", " - (np.arange(V) == targets[:, None])", ""),
+        ("the 1 at the target is added instead of subtracted", "- (np.arange", "+ (np.arange"),
+        ("dlosses is left out", "dlosses[:, None] * ", ""),
+        ("each row has its own target: targets[row]", "targets[:, None]", "targets[:1, None]"),
+        ("each row has its own loss: dlosses[row]", "dlosses[:, None]", "dlosses[:1, None]")))

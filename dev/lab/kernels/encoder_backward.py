@@ -1,7 +1,9 @@
 """dwte (V,C)[tokens (B,T)] and dwpe (maxT,C)[t] += dout (B,T,C)"""
 import numpy as np
 
+from dev.lab.exercises import Exercise, Repair
 from dev.lab.ladder import ODD_SHAPES, Ladder, Version
+from dev.lab.mistakes import Mistake
 from train_gpt2 import batch_table, carve, pack_batch
 
 
@@ -53,3 +55,28 @@ LADDER = Ladder(
                 threads=(64, 128, 256, 512), trainer=True, held_back="most words occur once: a "
                 "warp follows three addresses, each from the one before, to add up one row"),
     ))
+
+
+def of_one_position(a, found):
+    """Rows that a single position wrote, whichever was the last."""
+    alone = {name: np.zeros(numbers.shape, bool) for name, numbers in found.items()}
+    for row, (token, dout) in enumerate(zip(a.tokens.reshape(-1), a.dout.reshape(a.N, a.C))):
+        for name, place in (("dwte", token), ("dwpe", row % a.T)):
+            alone[name][place] |= np.isclose(found[name][place], dout, rtol=1e-5)
+    return alone
+
+
+EXERCISE = Exercise(
+    "encoder_backward1", "many threads that add to one place", "a number of dout",
+    ("Two positions may have the same token, and then both add to the same row of dwte.",
+     "atomicAdd allows that, in an order that varies."),
+    helpers="to_float from_float atomicAdd", shapes=dict(dwpe="maxT,C"),
+    repair=Repair(1, "atomicAdd(dwte + (size_t)tokens[row] * C + c, d);",
+                  "dwte[(size_t)tokens[row] * C + c] += d;",
+                  "Two positions may have the same token."),
+    mistakes=(
+        ("it subtracts where it should add", "new_dwte[words] +=", "new_dwte[words] -="),
+        ("the row of dwpe is the position, row % T, and not row / T",
+         "new_dwpe[:T] += dout.sum(0)", "np.add.at(new_dwpe, np.arange(B) % T, dout.sum(1))"),
+        Mistake("each row has what one position wrote: several have the same token or the same t, "
+                "so add with atomicAdd", places=of_one_position)))

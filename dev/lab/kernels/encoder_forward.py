@@ -1,4 +1,5 @@
 """out (B,T,C) = wte (V,C)[tokens (B,T)] + wpe (maxT,C)[0..T-1]"""
+from dev.lab.exercises import Exercise, Repair
 from dev.lab.ladder import ODD_SHAPES, Ladder, Version
 
 
@@ -21,3 +22,20 @@ LADDER = Ladder(
                     "bf16": "a thread has 4 channels in either dtype, so it waits as often as in "
                     "fp32, for half the bytes"}),
     ))
+
+
+EXERCISE = Exercise(
+    "encoder_forward2", "an index from another array: the embedding of a token", "a number of out",
+    ("The row is i / C: tokens[row] is a row of wte, and row % T is a row of wpe.",
+     "out is fp32, so it needs no from_float."),
+    axes="b t c", shapes=dict(wpe="maxT,C"),
+    repair=Repair(2, "row % T", "row / T",
+                  "The rows of a sequence come one after the other. What is the position of row "
+                  "T + 1?"),
+    mistakes=(
+        ("wpe is not added", "wte[tokens] + wpe", "wte[tokens]"),
+        ("each sequence has its own tokens: tokens[row], and not tokens[row % T]",
+         "wte[tokens] + wpe", "wte[np.tile(tokens[:1], (B, 1))] + wpe"),
+        ("the row of wpe is the position, row % T, and not row / T", "wte[tokens] + wpe",
+         "wte[tokens] + wpe[np.arange(B)[:, None] % T]"),
+        ("this is wpe alone: wte is not added", "wte[tokens] + wpe", "0 * wte[tokens] + wpe")))

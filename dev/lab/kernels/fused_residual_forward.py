@@ -1,7 +1,9 @@
 """residual (N,C) += branch, copy = residual as a real, and out = its layernorm"""
 import numpy as np
 
+from dev.lab.exercises import Exercise
 from dev.lab.formulas import layernorm, moments
+from dev.lab.kernels.layernorm_forward import MISTAKES, formula
 from dev.lab.ladder import ODD_SHAPES, Ladder, Version, f32
 
 
@@ -52,3 +54,15 @@ LADDER = Ladder(
         Version("the sum in registers: the trainer's", trainers, threads=(64, 128, 256, 512),
                 trainer=True),
     ))
+
+
+EXERCISE = Exercise(
+    "fused_residual_forward2", "two kernels in one: the row is read once", "a row",
+    ("residual += branch first, and the mean is that of the new residual.",
+     "A thread or a warp that has written a number may read it again."),
+    helpers="to_float from_float warp_sum warp_max dynamic math",
+    rows=("residual", "out mean rstd copy", "deviation"), formula=formula, mistakes=(
+        ("branch is not added", " + a.branch", "", "dict(",
+         "dict(residual=a.residual, copy=a.residual, "),
+        ("mean and rstd are those of residual before branch was added", " + a.branch", ""),
+        *MISTAKES))

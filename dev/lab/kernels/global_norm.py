@@ -1,6 +1,7 @@
 """norm[0] = the square root of the sum of the squares of grads (n)"""
 import numpy as np
 
+from dev.lab.exercises import Exercise
 from dev.lab.ladder import ANY, Ladder, Version, f32
 from train_gpt2 import NORM_BLOCKS
 
@@ -52,3 +53,21 @@ LADDER = Ladder(
                 threads=(256, 512), more=dict(blocks=(None, 3, *BLOCKS)), limits=dict(fp32=5e-5),
                 trainer=True),
     ), torch=lambda torch, x: lambda: torch.linalg.vector_norm(x.grads))
+
+
+EXERCISE = Exercise(
+    "global_norm2", "a sum over everything, by one block and its shared memory", "the whole sum",
+    ("There is one block. Each of its threads adds every blockDim.x-th square.",
+     "block_reduce adds up the sums of the threads. One of them stores the root."),
+    helpers="block_sum shared math", items="1", args="norm grads n", zeroed="norm",
+    checks=("n=31", "n=9601,last=1", "n=9601,last=2", "n=300032"), shapes=dict(norm="1"),
+    mistakes=(
+        ("this is the sum of the squares: its root is missing", "np.sqrt", ""),
+        *(("only the first warp's sum is there: is block_reduce missing, or its barrier?",
+           "(grads)", f"(grads[np.arange(n) % {threads} < 32])")
+          for threads in (64, 128, 256, 512, 1024)),
+        *((f"the last n % {width} numbers are left out: add them up behind the loop over n / "
+           f"{width}", "(grads)", f"(grads[: n // {width} * {width}])") for width in (2, 4, 8)),
+        ("these are no squares: the sum is of the numbers", "np.square", ""),
+        ("these are no squares: the sum is of the absolute numbers", "np.square", "abs"),
+        ("this is the average of the squares: do not divide by n", ".sum()", ".mean()")))

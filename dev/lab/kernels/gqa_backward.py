@@ -1,7 +1,9 @@
 """dqkv (B,T,NH+2NKV,HS), from dout and out (B,T,NH,HS) and lse (B,NH,T)"""
 from dev.lab import heads
+from dev.lab.exercises import Exercise
 from dev.lab.heads import ATTENTION_LIMITS, backward_problem, pairs_seen, plain_softmax
 from dev.lab.ladder import DTYPES, Ladder, Version
+from dev.lab.mistakes import MODULO
 
 
 def with_atomics(device, a):
@@ -30,3 +32,14 @@ LADDER = Ladder(
                 heads.trainers_backward, threads=(), dtypes=DTYPES, scratch=heads.delta_scratch,
                 trainer=True, held_back=heads.BACKWARD_GAP),
     ), torch=heads.torch_backward)
+
+
+EXERCISE = Exercise(
+    "gqa_backward1", "the same, where several heads share keys and values",
+    "a query: one (b, h, t)",
+    ("Begin with attention_backward. Only the place of the keys and values changes.",
+     "dqkv is zero at the start."),
+    helpers="to_float from_float atomicAdd exp2", items="B*NH*T",
+    args="dqkv dout out qkv lse scale B T NH NKV", zeroed="dqkv", axes="b t head c",
+    shapes=dict(scale="1/sqrt(HS)"), note=heads.GRADIENT, formula=heads.attend_backward, mistakes=(
+        *heads.GRADIENT_MISTAKES, (MODULO, "// (a.NH // a.NKV)", "% a.NKV")))

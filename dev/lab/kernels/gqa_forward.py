@@ -1,8 +1,10 @@
 """out (B,T,NH,HS) = causal softmax attention of qkv (B,T,NH+2NKV,HS), NH/NKV heads to each key and
 value"""
 from dev.lab import heads
+from dev.lab.exercises import Exercise, Repair
 from dev.lab.heads import ATTENTION_LIMITS, forward_problem, pairs_seen, plain_softmax
 from dev.lab.ladder import DTYPES, Ladder, Version
+from dev.lab.mistakes import MODULO
 
 
 def repeat_and_attend(device, a):
@@ -32,3 +34,16 @@ LADDER = Ladder(
                 threads=(), dtypes=DTYPES, scratch=heads.lse_scratch, trainer=True,
                 held_back=heads.FORWARD_GAP),
     ), torch=heads.torch_forward)
+
+
+EXERCISE = Exercise(
+    "gqa_forward1", "Llama's attention: query heads that share keys and values",
+    "a query: one (b, h, t)",
+    ("Head h reads the key head h / (NH / NKV).",
+     "Keep the largest score so far, and scale down your sums when it grows."),
+    helpers="to_float from_float warp_sum warp_max block_sum block_max shared math", axes="b t h c",
+    shapes=dict(scale="1/sqrt(HS)"), note=heads.ATTEND,
+    repair=Repair(1, "h / (NH / NKV)", "h % NKV",
+                  "With NH = 6 and NKV = 2, which query heads share a key head?"),
+    formula=heads.attend, mistakes=(
+        *heads.ATTENTION_MISTAKES, (MODULO, "// (a.NH // a.NKV)", "% a.NKV")))

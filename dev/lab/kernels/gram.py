@@ -1,7 +1,9 @@
 """out (B,T,T) = inp (B,T,C) times its own transpose, for each of B matrices: a symmetric product"""
 import numpy as np
 
+from dev.lab.exercises import Exercise
 from dev.lab.ladder import DTYPES, Ladder, Version, stored
+from dev.lab.mistakes import parts
 
 
 def problem(draw, B, T, C):
@@ -46,3 +48,13 @@ LADDER = Ladder(
         Version("cuBLAS: the whole square, twice the work", by_library, threads=(), dtypes=DTYPES,
                 library="cuBLAS", recorded=False),
     ))
+
+
+EXERCISE = Exercise(
+    "gram1", "a symmetric product: half of the numbers are enough", "a number of out",
+    ("Number i of out is in matrix i / T / T, row i / T % T and column i % T.",
+     "A thread below the diagonal returns at once. The others store their number twice: the "
+     "second time in row i % T and column i / T % T."),
+    axes="b t s", mistakes=(
+        ("all matrices are multiplied with the first one", "@ inp", "@ inp[:1]"),
+        *parts("inp @ inp", "inp[..., {0}] @ inp[..., {0}]", "the sum over c")))

@@ -2,9 +2,11 @@
 dresidual's rows"""
 import numpy as np
 
+from dev.lab.exercises import Exercise
 from dev.lab.formulas import dlayernorm, moments
 from dev.lab.kernels.matmul_backward_bias import bias_shares
 from dev.lab.ladder import ODD_SHAPES, Ladder, Version
+from dev.lab.mistakes import sums, whole
 from train_gpt2 import PARTIAL_ROWS, layernorm_backward_launch
 
 BLOCKS = (132, 264, 528, 1056)  # some for each multiprocessor of an H200
@@ -85,3 +87,44 @@ LADDER = Ladder(
     ), torch=lambda torch, x: lambda: torch.ops.aten.native_layer_norm_backward(
         x.dout, x.inp, x.inp.shape[-1:], x.mean[:, None], x.rstd[:, None], x.weight, x.weight,
         [True, True, True]))
+
+
+def formula(a):
+    mean, rstd, dnorm = a.mean[:, None], a.rstd[:, None], a.dout * a.weight
+    norm = (a.inp - mean) * rstd
+    dx = rstd * (dnorm - whole(dnorm) / a.C - norm * (whole(dnorm * norm) / a.C))
+    new = a.dresidual + dx
+    return dict(dresidual=new, dweight=a.dweight + (a.dout * norm).sum(0),
+                dbias=a.dbias + a.dout.sum(0), before=a.before + new.sum(0))
+
+
+EXERCISE = Exercise(
+    "layernorm_backward1", "three gradients, of which two are sums over rows", "a row",
+    ("With norm = (x - mean) * rstd and dnorm = dout * weight, the input's gradient is rstd * "
+     "(dnorm - average of dnorm - norm * average of (dnorm * norm)).",
+     "Every row adds a term to dweight, dbias and before: atomicAdd. before gets the new "
+     "dresidual."),
+    helpers="to_float from_float warp_sum warp_max atomicAdd",
+    rows=("inp", "dresidual", "deviation"), formula=formula, mistakes=(
+        ("the average of dnorm is not subtracted", " - whole(dnorm) / a.C", ""),
+        ("norm * (the average of dnorm * norm) is not subtracted",
+         " - norm * (whole(dnorm * norm) / a.C)", ""),
+        ("both averages are left out", " - whole(dnorm) / a.C", "",
+         " - norm * (whole(dnorm * norm) / a.C)", ""),
+        ("norm is left out before the average of dnorm * norm", "norm * (whole", "(whole"),
+        ("both sums are not divided by C", "(dnorm) / a.C", "(dnorm)", "norm) / a.C)", "norm))"),
+        ("the sum of dnorm is not divided by C", "(dnorm) / a.C", "(dnorm)"),
+        ("the sum of dnorm * norm is not divided by C", "* norm) / a.C)", "* norm))"),
+        ("the weight is left out: dnorm = dout * weight", " * a.weight", ""),
+        ("the factor rstd in front is left out", "rstd * (dnorm", "(dnorm"),
+        ("norm is (x - mean) * rstd: the mean is not subtracted", "inp - mean", "inp"),
+        ("norm is (x - mean) * rstd: rstd is left out", "mean) * rstd", "mean)"),
+        ("dweight adds up dout * norm: this is the sum of dout", "(a.dout * norm)", "a.dout"),
+        ("dweight adds up dout * norm: this is that of dout * inp", "a.dout * norm",
+         "a.dout * a.inp"),
+        ("dbias adds up dout, without norm", "a.dout.sum(0)", "(a.dout * norm).sum(0)"),
+        ("before adds up dresidual, with what was there, and not only what is added to it",
+         "new.sum(0)", "dx.sum(0)"),
+        ("before adds up dresidual, and not dout", "new.sum(0)", "a.dout.sum(0)"),
+        *sums("whole(dnorm)", "the sum of dnorm"),
+        *sums("whole(dnorm * norm)", "the sum of dnorm * norm")))

@@ -1,7 +1,9 @@
 """dbias (OC) += the sum over rows of dout (N,OC)"""
 import numpy as np
 
+from dev.lab.exercises import Exercise, Repair
 from dev.lab.ladder import Ladder, Version
+from dev.lab.mistakes import parts
 
 
 def bias_shares(N):
@@ -45,3 +47,11 @@ LADDER = Ladder(
                 scratch=lambda a: dict(partials=(shares_of(a), a.OC)), held_back="the rest is the "
                 "start of the first kernel, and the second kernel, which adds up the shares"),
     ), torch=lambda torch, x: lambda: x.dout.sum(0))
+
+
+EXERCISE = Exercise(
+    "matmul_backward_bias1", "a sum over a column, whose numbers are far apart", "a column",
+    ("A thread takes a column and adds up its N numbers in a float.",
+     "Use +=: dbias already holds the gradient of earlier batches."),
+    repair=Repair(1, "] += sum", "] = sum", "What does dbias hold before the launch?"),
+    mistakes=parts("dout.sum", "dout[{}].sum", "the sum over rows"))

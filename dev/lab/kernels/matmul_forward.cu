@@ -177,10 +177,6 @@ extern "C" __global__ void __launch_bounds__(256) matmul_forward5(
     matmul_forward::multiply_tile(out, inp, weight, bias, N, C, OC, 128 * blockIdx.y, 128 * blockIdx.x);
 }
 
-namespace matmul_forward {
-
-}  // namespace matmul_forward
-
 // Hopper's tensor cores, by wgmma, in bf16 and TF32; other GPUs do as version 5. There a warp brings its part of both
 // tiles from shared memory to registers: 6 loads of 512 bytes for 16 products of 2,048 multiplications. For 32 bytes of
 // each row the eight warps read 24 KiB, which at 128 bytes per clock takes 192 clocks, and the tensor cores could be

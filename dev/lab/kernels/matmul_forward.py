@@ -1,6 +1,8 @@
 """out (N,OC) = inp (N,C) weight' (OC,C) + bias (OC)"""
 from dev.features.devices import Cuda
+from dev.lab.exercises import Exercise, Repair
 from dev.lab.ladder import DTYPES, Ladder, Version
+from dev.lab.mistakes import parts
 
 # For sums of some thousand products. Tensor cores truncate their sums.
 MATMUL_LIMITS = dict(fp32=2e-5, tf32=1e-3, bf16=1e-4)
@@ -48,3 +50,21 @@ LADDER = Ladder(
         Version("cuBLASLt, which adds the bias, as the trainer", by_cublaslt, threads=(),
                 dtypes=DTYPES, library="cuBLASLt", limits=LIBRARY_LIMITS),
     ), torch=lambda torch, x: lambda: torch.nn.functional.linear(x.inp, x.weight, x.bias))
+
+
+EXERCISE = Exercise(
+    "matmul_forward1", "a matrix product, first naive and then in tiles of shared memory",
+    "a number of out",
+    ("A thread takes the row n = i / OC of inp and the row oc = i % OC of weight.",
+     "For tiles write BLOCK(1024, 32, 32): then blockIdx.x counts tiles of columns, and "
+     "blockIdx.y tiles of rows."),
+    helpers="to_float from_float shared", plane="OC, N",
+    repair=Repair(2, "w[j][k];\n        __syncthreads();\n", "w[j][k];\n",
+                  "A warp that is done with a tile goes on to load the next one. Into which "
+                  "array?"),
+    mistakes=(
+        ("the bias is not added", "weight.T + bias", "weight.T"),
+        ("weight (OC,C) is read as if it were (C,OC): number c of row oc is weight[oc * C + c]",
+         "weight.T", "weight.reshape(C, OC)"),
+        ("the bias is added once for each of the C terms", "T + bias", "T + C * bias"),
+        *parts("inp @ weight.T", "inp[:, {0}] @ weight[:, {0}].T", "the sum over c")))

@@ -1,8 +1,10 @@
 """dinp (B,T,NH+2NKV,HS) = dout (B,T,3,NH,HS), summed over the copies of a head"""
 import numpy as np
 
+from dev.lab.exercises import Exercise
 from dev.lab.heads import GROUPS
 from dev.lab.ladder import COPIED, Ladder, Version
+from dev.lab.mistakes import MODULO, parts
 
 
 def problem(draw, B, T, NH, NKV, HS):
@@ -31,3 +33,15 @@ LADDER = Ladder(
                     "bf16": "a row is 160 packs of 16 bytes: 24,576 blocks of 64 threads, each "
                     "with little on its way"}),
     ))
+
+
+EXERCISE = Exercise(
+    "repeat_kv_backward2", "a sum over copies, without atomics", "a number of dinp",
+    ("A thread takes a number of dinp and adds up its copies in dout.",
+     "The head of a query has one copy, that of a key or a value NH / NKV copies."),
+    axes="b t head c", mistakes=(
+        (MODULO, "2 * NKV, NH // NKV, HS)",
+         "2, NH // NKV, NKV, HS).swapaxes(3, 4).reshape(B, T, 2 * NKV, -1, HS)"),
+        ("only the first copy is there: add up all NH / NKV of them", ".sum(3)",
+         "[:, :, :, :1].sum(3)"),
+        *parts(".sum(3)", "[:, :, :, {}].sum(3)", "the sum of the copies")))

@@ -1,7 +1,9 @@
 """dinp (N,C) and dweight (C) += the gradients of rmsnorm, from dout (N,C)"""
+from dev.lab.exercises import Exercise
 from dev.lab.formulas import drmsnorm, root
 from dev.lab.kernels.rmsnorm_forward import LONG_ROWS, ODD_ROWS
 from dev.lab.ladder import Ladder, Version, f32
+from dev.lab.mistakes import sums, whole
 from dev.llama3.train_llama3 import rmsnorm_backward_launch
 from train_gpt2 import PARTIAL_ROWS
 
@@ -62,3 +64,28 @@ LADDER = Ladder(
                     "bf16": "two blocks have one row each on its way while warps meet for a sum, "
                     "and a second launch adds up partials"}),
     ))
+
+
+def formula(a):
+    x, rstd, dnorm = a.inp, a.rstd[:, None], a.dout * a.weight
+    dx = rstd * (dnorm - x * rstd**2 * (whole(dnorm * x) / a.C))
+    return dict(dinp=a.dinp + dx, dweight=a.dweight + (a.dout * x * rstd).sum(0))
+
+
+EXERCISE = Exercise(
+    "rmsnorm_backward1", "a gradient of a row, and one of all rows", "a row",
+    ("With dnorm = dout * weight, dinp += rstd * (dnorm - x * rstd^2 * average of (dnorm * x)).",
+     "Every row adds a term to dweight[c]: atomicAdd."),
+    helpers="to_float from_float warp_sum warp_max atomicAdd", rows=("inp", "dinp", "deviation"),
+    formula=formula, mistakes=(
+        ("the term with the average of dnorm * x is left out",
+         " - x * rstd**2 * (whole(dnorm * x) / a.C)", ""),
+        ("the sum of dnorm * x is not divided by C", " / a.C", ""),
+        ("x * rstd^2 * average: the 2 is missing", "rstd**2", "rstd"),
+        ("x * rstd^2 * average: rstd^2 is left out", " * rstd**2", ""),
+        ("the term with the average is added instead of subtracted", "dnorm - ", "dnorm + "),
+        ("the weight is left out: dnorm = dout * weight", " * a.weight", ""),
+        ("the factor rstd in front is left out", "rstd * (dnorm", "(dnorm"),
+        ("dweight adds up dout * x * rstd: rstd is left out", "x * rstd)", "x)"),
+        ("dweight adds up dout * x * rstd: this is the sum of dout", "a.dout * x * rstd", "a.dout"),
+        *sums("whole(dnorm * x)", "the sum of dnorm * x")))

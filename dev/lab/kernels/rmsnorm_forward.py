@@ -2,8 +2,10 @@
 rstd of each row"""
 import numpy as np
 
+from dev.lab.exercises import Exercise
 from dev.lab.formulas import rmsnorm, root
 from dev.lab.ladder import ODD_SHAPES, Ladder, Version, f32
+from dev.lab.mistakes import sums, whole
 
 LONG_ROWS = (*ODD_SHAPES, "B=1,T=5,C=4096")
 # The trainer's alone.
@@ -51,3 +53,35 @@ LADDER = Ladder(
                     "and four blocks overlap only a part"}),
     ), torch=lambda torch, x: lambda: torch.nn.functional.rms_norm(
         x.residual.add_(x.branch).to(x.weight.dtype), x.weight.shape, x.weight, x.eps))
+
+
+def formula(a):
+    x = a.residual + a.branch
+    square = whole(x * x) / a.C
+    rstd = (square + a.eps) ** -0.5
+    return dict(out=x * rstd * a.weight, rstd=rstd[:, 0])
+
+
+EXERCISE = Exercise(
+    "rmsnorm_forward1", "the sum of a row, with one thread and then with a warp", "a row",
+    ("A thread can take a whole row. That is correct but slow.",
+     "With one warp per row, each thread adds every 32nd number: for (int c = lane; c < C; c += "
+     "32)."),
+    helpers="to_float from_float warp_sum warp_max math",
+    rows=("residual", "out rstd", "deviation"), formula=formula, mistakes=(
+        ("branch is not added", " + a.branch", "", "dict(",
+         "dict(residual=a.residual, copy=a.residual, "),
+        ("rstd is that of residual before branch was added", "x * x", "a.residual**2"),
+        ("eps is left out: it is added to the average of the squares, inside the root",
+         " + a.eps", ""),
+        ("eps is added to the root: it belongs inside", "(square + a.eps) ** -0.5",
+         "1 / (square**0.5 + a.eps)"),
+        ("eps is an argument, and not always 1e-5", "a.eps", "1e-5"),
+        ("rstd has no root: it is 1 / sqrtf(average + eps)", "-0.5", "-1.0"),
+        ("rstd is one over the root: 1 / sqrtf(average + eps)", "-0.5", "0.5"),
+        ("the sum of squares is not divided by C", " / a.C", ""),
+        ("a mean is subtracted: RMSNorm has none", "whole(x * x) / a.C",
+         "x.var(-1, keepdims=True)"),
+        ("the weight is left out", " * a.weight", ""),
+        ("rstd is left out", "x * rstd", "x"),
+        *sums("whole(x * x)", "the sum of squares")))

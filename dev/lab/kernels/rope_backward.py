@@ -1,5 +1,7 @@
 """dqkv (B,T,NH+2NKV,HS), in place, with queries and keys turned back"""
-from dev.lab.kernels.rope_forward import ODD_TURNS, TURNS, turned
+from dev.lab.exercises import Exercise, Repair
+from dev.lab.kernels.rope_forward import (
+    ODD_TURNS, SHAPES, SOME_TURNS, TURNS, formula, mistakes_of, turned)
 from dev.lab.ladder import LAUNCH_GAP, Ladder, Version
 
 
@@ -16,3 +18,13 @@ LADDER = Ladder(
         Version("16 bytes per lane: the trainer's", "rope_backward", "N*heads*HS", trainer=True,
                 held_back=LAUNCH_GAP),
     ))
+
+
+EXERCISE = Exercise(
+    "rope_backward1", "a rotation's gradient is the rotation back", "a pair",
+    ("To turn back, turn by minus the angle: only the sign of sin changes.",
+     "The rest is as in rope_forward."),
+    checks=SOME_TURNS, axes="b t head c", shapes=SHAPES,
+    repair=Repair(1, "right * cosine - left * sine", "right * cosine + left * sine",
+                  "A rotation back and the rotation itself must give the pair that was there."),
+    formula=formula, mistakes=mistakes_of("forward"))

@@ -2,6 +2,7 @@
 each position"""
 import numpy as np
 
+from dev.lab.exercises import Exercise
 from dev.lab.formulas import rotate
 from dev.lab.kernels.rope_table import angles, cosines_and_sines
 from dev.lab.ladder import COPIED, LAUNCH_GAP, Ladder, Version, f32
@@ -46,3 +47,49 @@ LADDER = Ladder(
         Version("16 bytes per lane: the trainer's", "rope_forward", "N*heads*HS", trainer=True,
                 held_back=LAUNCH_GAP),
     ))
+
+
+def formula(a):
+    """Also of the way back, which turns dqkv."""
+    name, sign = ("qkv", 1) if hasattr(a, "qkv") else ("dqkv", -1)
+    x, angle, heads = getattr(a, name), sign * angles(a.T, a.HS, a.theta), a.heads
+    new = x.copy()
+    new[:, :, :heads] = rotate(x[:, :, :heads], angle, a.half)
+    return {name: new}
+
+
+def overwritten(x, new, angle, half, heads):
+    """new, with the second number of each pair computed from the first one's new value."""
+    both = slice(0, x.shape[-1] // 2), slice(x.shape[-1] // 2, None)
+    first, second = both if half else (slice(0, None, 2), slice(1, None, 2))
+    right = x[:, :, :heads, second] * np.cos(angle)[:, None]
+    new[:, :, :heads, second] = new[:, :, :heads, first] * np.sin(angle)[:, None] + right
+    return new
+
+
+SHAPES = dict(qkv="B,T,NH+2*NKV,HS", dqkv="B,T,NH+2*NKV,HS",
+              heads="NH + NKV: those that are turned", row="(NH + 2*NKV) * HS",
+              half="1: numbers i and i + HS/2 of a head are a pair; 0: 2i and 2i + 1")
+SOME_TURNS = tuple(f"B=2,T=33,NH=6,NKV=2,HS=64,theta=3,half={half}" for half in (0, 1))
+
+
+def mistakes_of(whither):
+    return (
+        ("the second number was computed from the first one's new value. Read both before you "
+         "write", "{name: new}",
+         "{name: overwritten(x, new, angle, a.half, heads)}"),
+        (f"the pairs are turned {whither}: the sign of sin is wrong", "heads], angle",
+         "heads], -angle"),
+        ("`half` says which two numbers are a pair: neighbours, or numbers HS/2 apart", "a.half",
+         "1 - a.half"),
+        ("the values are turned too: only the first `heads` heads are", "a.heads",
+         "a.heads + a.NKV"))
+
+
+EXERCISE = Exercise(
+    "rope_forward2", "pairs: a thread reads two numbers and writes two", "a pair",
+    ("Turning (x, y) by an angle gives (x cos - y sin, x sin + y cos). table has cos and sin "
+     "side by side.",
+     "Read both numbers before you write one."),
+    checks=SOME_TURNS, axes="b t head c", shapes=SHAPES,
+    formula=formula, mistakes=mistakes_of("backward"))

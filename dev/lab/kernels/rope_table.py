@@ -1,8 +1,10 @@
 """table (T,HS) = the cosines and sines of t / theta^(2i/HS)"""
 import numpy as np
 
+from dev.lab.exercises import Exercise
 from dev.lab.formulas import frequencies
 from dev.lab.ladder import Ladder, Version
+from dev.lab.mistakes import Mistake
 
 
 def angles(T, HS, theta, factor=1):
@@ -38,3 +40,37 @@ LADDER = Ladder(
                 args="table theta factor T", trainer=True,
                 held_back="there are so few that the launch and the powers of a block take longer"),
     ))
+
+
+def with_exponent(factor, T, HS, theta):
+    """The angles t * theta^(factor * i/HS)."""
+    return np.arange(T)[:, None] * np.float64(theta) ** (factor * np.arange(0, HS, 2) / HS)
+
+
+def off_with_position(a, found):
+    """The error grows with the position, and is small."""
+    near = abs(found["table"] - a.truth["table"]) < 0.02
+    return dict(table=near & (np.arange(a.T)[:, None] >= 4))
+
+
+EXERCISE = Exercise(
+    "rope_table1", "where fp32 is not enough", "a pair of numbers of table",
+    ("Thread i has position i / (HS/2) and pair i % (HS/2).",
+     "The power needs double: pow((double)theta, ...). Round it to float, and divide 1.0f by it."),
+    helpers="trigonometry", checks=("T=33,HS=64", "T=5000,HS=64"), numpy=False,
+    note=("Row t has the cosine and the sine of the angle of each pair i, side by side:",
+          "    power = theta^(2i/HS) in double, rounded to float",
+          "    angle = t * (1 / power) in float",
+          "    table[t, 2i] = cos(angle) and table[t, 2i + 1] = sin(angle)"),
+    mistakes=(
+        ("cosines and sines are exchanged", "angles(", "np.pi / 2 - angles("),
+        ("cosine and sine of a pair are neighbours: table[2 * i] and table[2 * i + 1]",
+         "cosines_and_sines(angles(T, HS, theta, factor))",
+         "np.concatenate([f(angles(T, HS, theta)) for f in (np.cos, np.sin)], -1)"),
+        ("the exponent is 2i/HS: the 2 is left out", "angles(T, HS, theta, factor)",
+         "with_exponent(-0.5, T, HS, theta)"),
+        ("it is t / theta^(2i/HS), and not t * theta^(2i/HS)", "angles(T, HS, theta, factor)",
+         "with_exponent(1, T, HS, theta)"),
+        Mistake("the error grows with the position: t multiplies the rounding error of the "
+                "frequency. Compute the power in double, round it to float, and divide in float: "
+                "1.0f / (float)pow(...)", places=off_with_position)))

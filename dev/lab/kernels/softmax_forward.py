@@ -1,8 +1,10 @@
 """out (N,Vp) = softmax(inp) over the first V columns, zeros in the others"""
 import numpy as np
 
+from dev.lab.exercises import Exercise, Repair
 from dev.lab.formulas import softmax
 from dev.lab.ladder import Ladder, Version, in_parts
+from dev.lab.mistakes import OVERFLOW, exp32, largest, sums, whole
 from train_gpt2 import UserError
 
 WORDS = "B=1,T=1,V=17,Vp=32", "B=3,T=9,V=257,Vp=384", "B=1,T=3,V=50257,Vp=50304"
@@ -49,3 +51,25 @@ LADDER = Ladder(
         Version("one pass, the next row on its way", "softmax_forward5", "min(blocks, N)", threads=(
             512, 1024), shared="Vp*itemsize", more=dict(blocks=(2, 132, 264)), fits=in_packs),
     ), torch=lambda torch, x: lambda: torch.softmax(x.inp[:, :x.V], -1))
+
+
+def formula(a):
+    x = a.inp[:, : a.V]
+    e = exp32(x - largest(x))
+    return dict(out=padded(e / whole(e), a.Vp))
+
+
+EXERCISE = Exercise(
+    "softmax_forward1", "the maximum of a row, a sum, and how exp overflows", "a row",
+    ("exp(x) is infinite in fp32 from x = 89 on. exp(x - largest) never is, and the quotient is "
+     "the same.",
+     "Three loops over the row: the largest number, the sum of the exponentials, the quotients."),
+    helpers="to_float from_float warp_sum warp_max block_sum block_max shared math",
+    rows=("inp", "out", "range"), padded="out",
+    repair=Repair(2, "v < V ? expf", "v <= V ? expf", "Look at the first column of the padding."),
+    formula=formula, mistakes=(
+        (OVERFLOW, "largest(x)", "0"),
+        ("these are the exponentials: divide them by their sum", " / whole(e)", ""),
+        ("each lane subtracts the largest of its own numbers: is warp_max missing?", "largest(x)",
+         "by_lanes(x, np.max)"),
+        *sums("whole(e)", "the sum of the exponentials")))

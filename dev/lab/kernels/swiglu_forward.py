@@ -1,7 +1,8 @@
 """out (N,H) = up * silu(gate), the halves of inp (N,2H)"""
 import numpy as np
 
-from dev.lab.formulas import swiglu
+from dev.lab.exercises import Exercise
+from dev.lab.formulas import sigmoid, swiglu
 from dev.lab.ladder import Ladder, Version, in_parts
 
 ROWS_H = ("B=1,T=1,H=264", "B=3,T=9,H=96", "B=1,T=5,H=2048")
@@ -32,3 +33,21 @@ LADDER = Ladder(
         Version("one thread per number", "swiglu_forward1", "N*H"),
         Version("16 bytes per lane: the trainer's", "swiglu_forward", "N*H", trainer=True),
     ), torch=lambda torch, x: lambda: torch.nn.functional.silu(x.inp[:, x.H :]) * x.inp[:, : x.H])
+
+
+def formula(a):
+    up, gate = np.split(a.inp, 2, -1)
+    return dict(out=up * gate * sigmoid(gate))
+
+
+EXERCISE = Exercise(
+    "swiglu_forward1", "rows and columns from an index: two inputs from one row", "a number of out",
+    ("The row of number i is i / H and its column is i % H. A row of inp has 2*H numbers.",
+     "The first half of a row is up, the second half is gate."),
+    helpers="to_float from_float math", formula=formula, mistakes=(
+        ("the halves are exchanged: the first is up, the second gate", "up, gate", "gate, up"),
+        ("up is left out", "up * ", ""),
+        ("silu(gate) is gate * s, with s = 1 / (1 + e^-gate): gate is left out", "* gate ", ""),
+        ("the sign of the exponent is wrong: s = 1 / (1 + e^-gate)", "(gate)", "(-gate)"),
+        ("e^gate is infinite in fp32 from 89 on, and infinite / infinite is NaN. Write 1 / (1 + "
+         "e^-gate)", "sigmoid(gate)", "exp32(gate) / (1 + exp32(gate))")))

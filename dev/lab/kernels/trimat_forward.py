@@ -1,8 +1,9 @@
 """att (B,NH,T,T) = q k' / sqrt(HS) on and below the diagonal, from qkv (B,T,3,NH,HS)"""
 import numpy as np
 
+from dev.lab.exercises import Exercise
 from dev.lab.formulas import transposed
-from dev.lab.heads import draw_heads, pairs_seen, split
+from dev.lab.heads import ONE_HEAD, QKV, draw_heads, pairs_seen, split
 from dev.lab.ladder import ANY, DTYPES, Ladder, Version, in_parts, stored
 
 
@@ -64,3 +65,24 @@ LADDER = Ladder(
                     "bf16": "it writes the whole square, 201 MB where 101 count, by eight calls "
                     "that no graph holds"}),
     ))
+
+
+def formula(a):
+    q, k, v = split(a.qkv, a.NH, a.NH)
+    score = a.scale * q @ transposed(k)
+    return dict(att=np.where(np.tri(a.T) > 0, score, a.truth["att"]))
+
+
+EXERCISE = Exercise(
+    "trimat_forward1", "the scores of attention: half of a matrix", "a number of att",
+    ("Nothing has to be written above the diagonal.",
+     "There are T*T numbers for each head: use size_t."),
+    axes="b h t s", shapes=QKV, numpy=False,
+    note=(ONE_HEAD,
+          "    att = scale * q @ k.T  # (T,T), row t for query t"),
+    formula=formula, mistakes=(
+        ("scale is left out", "a.scale * ", ""),
+        ("the values stand where the keys should: k lies right behind q", "d(k)", "d(v)"),
+        ("q and k are exchanged: row t of att belongs to query t", "q @ transposed(k)",
+         "k @ transposed(q)"),
+        ("all heads use the keys of head 0", "d(k)", "d(k[:, :1])")))

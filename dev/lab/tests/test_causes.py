@@ -10,10 +10,10 @@ from dev.common.config import Config
 from dev.cpu.emulated import Emulated
 from dev.lab.bench import Bench, Comparison
 from dev.lab.causes import describe_wrong, facts_of, wrong_number
-from dev.lab.exercises import EXERCISES, checks_of, version_of
+from dev.lab.exercises import checks_of, exercise_names, find_exercise, version_of
 from dev.lab.explain import order_lines, own_names, sanitizer_lines, stuck_lines
 from dev.lab.ladder import ANY, LAB, find_ladder, stored
-from dev.lab.mistakes import MISTAKES
+from dev.lab.mistakes import mistakes_of
 from dev.lab.submission import Submission
 from dev.lab.tests.student import said, solution
 from dev.tests.checks import check
@@ -45,8 +45,8 @@ def judged(name, results, dtype="fp32", sizes=None, code="blockIdx"):
     """What is said of results(a) {output: numbers}, at the first sizes where they are wrong; [] if
     they are right. The other outputs are right."""
     ladder, lines = find_ladder(name), []
-    version = version_of(EXERCISES[name], ladder)
-    for each in [sizes] if sizes else checks_of(EXERCISES[name], ladder):
+    version = version_of(find_exercise(name), ladder)
+    for each in [sizes] if sizes else checks_of(find_exercise(name), ladder):
         bench = Bench(ladder._replace(compiled_for=""), device(dtype), each)
         problem = SimpleNamespace(**{**vars(bench.given), "truth": bench.truth})
         with np.errstate(all="ignore"):
@@ -74,14 +74,14 @@ ALIKE = {"those tensors decay whose decayed[i] is 0": dict(n=9600, tensors=14, c
 
 def test_own_sentences():
     """Each mistake of each exercise gets its own sentence, in at most four lines."""
-    for name in EXERCISES.keys() & MISTAKES.keys():
-        wrong = []
-        for mistake in MISTAKES[name]:
+    for name in exercise_names():
+        wrong, mistakes = [], mistakes_of(find_exercise(name))
+        for mistake in mistakes:
             if mistake.numbers:
                 lines = judged(name, mistake.numbers, sizes=ALIKE.get(mistake.why))
                 if not lines or lines[-1] != f"why: {mistake.why}" or len(lines) > 4:
                     wrong.append([mistake.why, lines])
-        check(f"{name}: {len(MISTAKES[name])} mistakes", not wrong, wrong or "")
+        check(f"{name}: {len(mistakes)} mistakes", mistakes and not wrong, wrong or "")
 
 
 # ---- Kernels with a mistake in them
@@ -284,7 +284,7 @@ def test_planted(folder):
         file = Submission(path)
         ladder, version = file.ladder, file.version
         version, lines = version._replace(atomics=True), []
-        for sizes in checks_of(EXERCISES[each.name], ladder):
+        for sizes in checks_of(find_exercise(each.name), ladder):
             if not lines:
                 bench = Bench(ladder._replace(compiled_for=""), cpu, sizes)
                 lines = told(bench, version, dict(threads=version.threads[0]), file.code)

@@ -7,10 +7,12 @@ from unittest import mock
 import pytest
 
 from dev.lab import grade
-from dev.lab.exercises import EXERCISES, exercise_names
+from dev.lab.exercises import ORDER, exercise_names
+from dev.lab.ladder import KERNELS
 from dev.lab.submission import template
+from dev.lab.tests.changed_students import STUDENTS
 from dev.lab.tests.student import (
-    LAYERNORM, NUMBER, SOFTMAX, complaints, exercise, filled, run_child, said, solution)
+    LAYERNORM, NUMBER, SOFTMAX, body_of, complaints, exercise, filled, run_child, said, solution)
 from dev.tests.checks import TOP, check
 
 # ---- Solutions
@@ -33,7 +35,7 @@ def test_solutions(folder):
     for name, lines in grade_together(folder,
                                       {f"my_{name}": solution(name) for name in names}).items():
         check(f"{name}: the lab's version solves it", lines == [], "" if lines == [] else lines)
-    missing = set(EXERCISES) - set(names)
+    missing = set(ORDER) - set(names)
     check("every exercise's kernel is in the lab", not missing, missing or "")
 
 
@@ -93,21 +95,9 @@ def test_forgotten(folder):
 # ---- Mistakes
 
 
-RESIDUAL = (NUMBER + "    if (i < (size_t)N * C) from_float(out[i], to_float(inp1[i]) + "
-            "to_float(inp2[i]));\n")
+RESIDUAL = body_of(KERNELS / "residual_forward.cu", "residual_forward1")
 # One warp per row.
-WARPS = """
-    int row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (row >= N) return;
-    const real* x = inp + (size_t)row * Vp;
-    float top = LOWEST, sum = 0.0f;
-    for (int v = lane; v < V; v += 32) top = fmaxf(top, to_float(x[v]));
-    top = warp_max(top);
-    for (int v = lane; v < V; v += 32) sum += expf(to_float(x[v]) - top);
-    sum = warp_sum(sum);
-    for (int v = lane; v < Vp; v += 32)
-        from_float(out[(size_t)row * Vp + v], v < V ? expf(to_float(x[v]) - top) / sum : 0.0f);
-"""
+WARPS = body_of(STUDENTS / "softmax_forward_warps_return_early.cu", "my_softmax_forward")
 WARP_NORM = """
     int row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, start = threadIdx.x % 32;
     if (row >= N) return;

@@ -21,27 +21,19 @@ from dev.cpu import host
 from dev.cpu.races import Work
 from dev.lab import grade, large, on_gpus, trial
 from dev.lab.bench import compare_output
-from dev.lab.exercises import EXERCISES, checks_of, exercise_names
-from dev.lab.ladder import Draw, find_ladder, larger
+from dev.lab.exercises import checks_of, exercise_names, find_exercise
+from dev.lab.ladder import KERNELS, Draw, find_ladder, larger
 from dev.lab.submission import Submission, signature, ways
 from dev.lab.tests.changed_students import texts
-from dev.lab.tests.student import LAYERNORM, NUMBER, SOFTMAX, complaints, filled, run_child, said
+from dev.lab.tests.student import (
+    LAYERNORM, NUMBER, SOFTMAX, body_of, complaints, filled, run_child, said)
 from dev.tests.checks import check, fast
 
 RESIDUAL = NUMBER + """
     if (i >= (size_t)N * C) return;
     from_float(out[i], to_float(inp1[i]) + to_float(inp2[i]));
 """
-BLOCK_A_ROW = """
-    const real* x = inp + (size_t)blockIdx.x * Vp;
-    float top = LOWEST, sum = 0.0f;
-    for (int v = threadIdx.x; v < V; v += blockDim.x) top = fmaxf(top, to_float(x[v]));
-    top = block_reduce<warp_max>(top, LOWEST);
-    for (int v = threadIdx.x; v < V; v += blockDim.x) sum += expf(to_float(x[v]) - top);
-    sum = block_reduce<warp_sum>(sum, 0.0f);
-    for (int v = threadIdx.x; v < Vp; v += blockDim.x)
-        from_float(out[(size_t)blockIdx.x * Vp + v], v < V ? expf(to_float(x[v]) - top) / sum : 0);
-"""
+BLOCK_A_ROW = body_of(KERNELS / "softmax_forward.cu", "softmax_forward2")
 EVERYTHING = NUMBER + """
     for (size_t j = 0; j < (size_t)N * C; j++)
         if (j == i) from_float(out[j], to_float(inp1[j]) + to_float(inp2[j]));
@@ -150,14 +142,14 @@ def test_offered(folder):
     it gives to an item share its numbers."""
     for name in exercise_names():
         ladder, refused, files = find_ladder(name), [], []
-        threads, parameters = signature(EXERCISES[name])
-        offered = "\n".join(ways(EXERCISES[name], re.search(r"\d+", threads)[0]))
+        threads, parameters = signature(find_exercise(name))
+        offered = "\n".join(ways(find_exercise(name), re.search(r"\d+", threads)[0]))
         for i, block in enumerate(re.findall(r"^ +(BLOCK\(\d+, .*?\))  ", offered, re.M)):
             path = folder / f"my_{name}_{i}.cu"
             path.write_text(f'{block}\nextern "C" __global__ void my_{name}'
                             f"({', '.join(parameters)}) {{}}\n")
             files.append((block, Submission(path)))
-        for sizes in checks_of(EXERCISES[name], ladder):
+        for sizes in checks_of(find_exercise(name), ladder):
             if sizes.get("T", 0) > 150 or sizes.get("V", 0) > 10000:
                 continue
             given, *_ = ladder.problem(Draw(False), **sizes)
@@ -243,7 +235,7 @@ def test_sizes():
     """The last sizes of a check are larger than all others, of the same kind, and drawn by the
     text."""
     for name in exercise_names():
-        checks = checks_of(EXERCISES[name], find_ladder(name))
+        checks = checks_of(find_exercise(name), find_ladder(name))
         drawn, again, *others = (larger(checks, text) for text in "aabcde")
         most = {key: max((sizes.get(key, 0) for sizes in checks if sizes.get(key, 0) < 10000),
                          default=0)

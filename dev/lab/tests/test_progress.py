@@ -11,7 +11,7 @@ from dev.common.config import Config
 from dev.cpu.emulated import Emulated
 from dev.lab import grade, on_gpus, progress
 from dev.lab.bench import Bench
-from dev.lab.exercises import EXERCISES, exercise_names
+from dev.lab.exercises import exercise_names, find_exercise
 from dev.lab.ladder import LAB, parse_sizes
 from dev.lab.submission import Submission, signature, template
 from dev.lab.tests.student import exercise, said
@@ -29,7 +29,7 @@ def written(folder, name):
     """The path of an exercise's empty file in a folder, where the test goes on. It has none of the
     comments, which take a third of a second to make."""
     os.chdir(folder)
-    path, (block, parameters) = folder / f"my_{name}.cu", signature(EXERCISES[name])
+    path, (block, parameters) = folder / f"my_{name}.cu", signature(find_exercise(name))
     path.write_text(f'// mine\n\n{block}\nextern "C" __global__ void my_{name}(\n'
                     f"    {', '.join(parameters)}) {{\n\n}}\n")
     return path
@@ -195,9 +195,9 @@ def test_hints(folder):
     """One at a time, by name or file; the exercise's file gives none away."""
     for name in NAMES[:4]:
         text = " ".join(template(name).replace("//", "").split())
-        given = [hint for hint in EXERCISES[name].hints if " ".join(hint.split()) in text]
+        given = [hint for hint in find_exercise(name).hints if " ".join(hint.split()) in text]
         ok(f"{name}: no hint in its file", not given and f"{name} --hint" in text, given)
-    first, second = EXERCISES["softmax_forward"].hints
+    first, second = find_exercise("softmax_forward").hints
     written(folder, "softmax_forward")
     for what, wish, other in (("softmax_forward", first, second),
                               ("my_softmax_forward.cu", second, first)):
@@ -207,7 +207,7 @@ def test_hints(folder):
     _, text, _ = exercise(folder, "softmax_forward", "--hint")
     ok("  and all again", f"Hint 1 of 2: {first}\nHint 2 of 2: {second}\n" in text, text)
     _, text, _ = exercise(folder, "gelu_forward", "--hint")
-    ok("another exercise's", EXERCISES["gelu_forward"].hints[0] in text, text)
+    ok("another exercise's", find_exercise("gelu_forward").hints[0] in text, text)
 
 
 SAID = (  # what a check says, and a word of the hint on it
@@ -238,7 +238,7 @@ def test_hints_on_errors(folder):
     for text, word in SAID:
         ok(f"on {text[:50]}", word in progress.hint_on(text), progress.hint_on(text))
     written(folder, "softmax_forward")
-    first = EXERCISES["softmax_forward"].hints[0]
+    first = find_exercise("softmax_forward").hints[0]
     with mock.patch.object(grade, "grade_file", return_value=WRONG._replace(
             lines=["wrong: out[0,0] is nan"])):
         exercise(folder, "my_softmax_forward.cu")
@@ -278,7 +278,7 @@ def test_solutions(folder):
         _ = Submission(path).version
         own, lab = (re.sub(r"\s+", "", text[text.index("{") :]) for text in (
             path.read_text().split("extern")[-1].replace(f"my_{name}_", f"{name}_"),
-            (LAB / f"kernels/{name}.cu").read_text().split(f"{EXERCISES[name].like}(")[1]))
+            (LAB / f"kernels/{name}.cu").read_text().split(f"{find_exercise(name).like}(")[1]))
         ok(f"{name}: the lab's kernel", lab.startswith(own) and
            own.count("{") == own.count("}") > 0, own)
         ok(f"{name}: your own lines stay", path.read_text().startswith("// mine\n\n"))

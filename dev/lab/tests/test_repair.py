@@ -30,7 +30,7 @@ def named(text, number):
 @fast
 def test_lines():
     """Each repair differs from the right kernel in one line, and names it; no comment tells it."""
-    for name, row in repair.REPAIRS.items():
+    for name, row in repair.repairs().items():
         planted, right = repair.texts(row)
         numbers = [number for number, *_ in repair.lines_of(row)]
         lines = planted.splitlines()
@@ -48,8 +48,8 @@ def test_lines():
 def test_planted(folder):
     """Each bug is noticed; without them the kernels are the lab's, which other tests check."""
     found = grade_together(folder, {f"my_{name}": repair.texts(row)[0]
-                                    for name, row in repair.REPAIRS.items()})
-    for name in repair.REPAIRS:
+                                    for name, row in repair.repairs().items()})
+    for name in repair.repairs():
         check(name, (found[f"my_{name}"] == []) == (name in RACES), found[f"my_{name}"])
 
 
@@ -57,7 +57,7 @@ def test_planted(folder):
 def test_judged(folder):
     """The judge refuses each, and its message names the line in most."""
     hits = 0
-    for name, row in repair.REPAIRS.items():
+    for name, row in repair.repairs().items():
         path = folder / f"my_{name}_repair.cu"
         path.write_text(repair.texts(row)[0])
         lines = grade.grade_file(Submission(path)).lines
@@ -72,11 +72,11 @@ def test_command(folder):
     """The list, the file, a hint, the answer, and what is said of a line."""
     status, text, _ = exercise(folder, "repair")
     check("the list", status == 0 and all(
-        f"  repair:{name}\n" in text for name in repair.REPAIRS), text)
+        f"  repair:{name}\n" in text for name in repair.repairs()), text)
     status, text, _ = exercise(folder, "repair:softmax_forward")
     path = folder / "my_softmax_forward_repair.cu"
     check("a file", status == 0 and path.exists() and path.name in text, text)
-    planted, right = repair.texts(repair.REPAIRS["softmax_forward"])
+    planted, right = repair.texts(repair.repairs()["softmax_forward"])
     check("  with the bug", path.read_text() == planted != right)
     refused(folder, "never over a file", "exists already", "repair:softmax_forward")
     refused(folder, "an unknown one", "no repair of 'sofmax'", "repair:sofmax")
@@ -111,7 +111,7 @@ def test_command(folder):
     _, text, _ = exercise(folder, "repair")
     check("the list marks it", "* repair:softmax_forward\n" in text and text.count("*") == 2, text)
     path = folder / "my_row_sum_repair.cu"
-    planted, right = repair.texts(repair.REPAIRS["row_sum"])
+    planted, right = repair.texts(repair.repairs()["row_sum"])
     for number, wish in ((40, "found and"), (41, "found and"), (39, "before line 41 was missing")):
         path.write_text(named(right, number))
         lines, done = repair.verdict(Submission(path), True)

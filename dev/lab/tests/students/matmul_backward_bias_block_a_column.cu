@@ -1,5 +1,5 @@
 // right
-BLOCK(128, 1)
+BLOCK(32, 1)
 extern "C" __global__ void my_matmul_backward_bias(float* dbias, const real* dout, int N, int OC) {
     float sum = 0.0f;
     for (int n = threadIdx.x; n < N; n += blockDim.x) sum += to_float(dout[(size_t)n * OC + blockIdx.x]);

@@ -1,7 +1,7 @@
 // right
 __device__ float halves[1 << 17];
 __device__ unsigned arrived[1 << 16];
-BLOCK(128, 1)
+BLOCK(32, 1)
 extern "C" __global__ void my_matmul_backward_bias(float* dbias, const real* dout, int N, int OC) {
     for (int k = 0; k < 2; k++) {  // half of its own column, and half of its partner's
         int oc = blockIdx.x ^ k, alone = (blockIdx.x ^ 1) >= OC;
