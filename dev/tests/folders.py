@@ -5,7 +5,8 @@ import numpy as np
 
 from dev.common.bf16 import to_bf16
 from dev.data.vocabulary import PRINTING
-from dev.tests.checks import check, check_refusal
+from dev.tests.checks import FIXTURES, check, check_refusal, output_of
+from dev.tools import convert
 from prepro_tinyshakespeare import END_OF_TEXT
 from train_gpt2 import BF16, EOT, to_float
 
@@ -62,6 +63,32 @@ def read_folder(folder):
     import safetensors
     return {name: (of["dtype"], tuple(of["shape"]), bytes(of["data"])) for path in folder.glob(
         "*.safetensors") for name, of in safetensors.deserialize(path.read_bytes())}
+
+
+def logits_in_transformers(folder, tokens):
+    """The logits of tokens (B,T) that transformers computes with a folder's model, and the
+    model."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+    with torch.no_grad():
+        return model(torch.from_numpy(tokens.astype(np.int64))).logits.float().numpy(), model
+
+
+def in_transformers(folder, name):
+    """A row to compare: the logits of a fixture's debug state, from its folder, which transformers
+    loads; what it saves becomes the fixture again."""
+    path = FIXTURES / f"{name}.bin"
+    state = np.fromfile(FIXTURES / f"{name}_debug_state.bin", "<i4")
+    output_of(convert.checkpoint_to_folder, path, folder / name)
+    B, T = state[2:4]
+    found, model = logits_in_transformers(folder / name, state[256:][: B * T].reshape(B, T))
+    model.save_pretrained(folder / f"{name} saved", max_shard_size="200KB")
+    convert.folder_to_checkpoint(str(folder / f"{name} saved"), folder / "again.bin")
+    check(f"{name}, saved by transformers",
+          (folder / "again.bin").read_bytes() == path.read_bytes())
+    wish = state.view("<f4")[256 + 2 * B * T :][: found.size].reshape(found.shape)
+    return f"{name}, logits", found, wish, 2e-6
 
 
 # So that ids are neither the bytes themselves nor GPT-2's.

@@ -29,6 +29,7 @@ from dev.lab.bench import BF16_LIMIT, Bench
 from dev.lab.formulas import dswiglu, swiglu
 from dev.lab.ladder import ANY, Ladder, SwitchedConfig, Version, parse_sizes
 from dev.llama3.train_llama3 import Config3
+from dev.tests.models import emulated_with
 from train_gpt2 import BF16, UserError, read_kernels, to_float
 
 
@@ -152,8 +153,7 @@ def make_five(name, *defined, group=1, relu=0):
     if name == "emulated":
         only = {kernel for kernel in read_kernels([*c.SOURCES, *sources])
                 if kernel.startswith(("attention_b", "attention_f"))}
-        kind = type("Few", (Emulated,), dict(
-            __init__=functools.partialmethod(Emulated.__init__, only=only)))
+        kind = emulated_with(only)
     return stack(kind, [SummedOutputs])("bf16", c, sources)
 
 

@@ -27,10 +27,9 @@ BRIEF = *SMALL, "-d", 16  # two ranks have one micro-batch a step
 
 
 def data_files(folder):
-    with contextlib.redirect_stdout(None):
-        for i, count in enumerate(COUNTS):
-            write_tokens(folder / f"part_train_{i}.bin", words(257, count))
-        write_tokens(folder / "part_val_0.bin", words(257, 968))  # 24 * 40 and a few more
+    for i, count in enumerate(COUNTS):
+        write_tokens(folder / f"part_train_{i}.bin", words(257, count))
+    write_tokens(folder / "part_val_0.bin", words(257, 968))  # 24 * 40 and a few more
 
 
 def counts_of(device_name):
@@ -195,20 +194,3 @@ def one_speaks(name, text, zero):
     check(f"{name}: one rank speaks", text.count("device       |") == steps == 1)
     tables = ("grad share   |" in text) == ("\nshare norms  |" in text) == bool(zero)
     check(f"{name}: tables", tables)
-
-
-def done_steps(output):
-    """The steps of the checkpoints that DONE files promise."""
-    return sorted(int(path.name[5:]) for path in output.glob("DONE_????????"))
-
-
-def bytes_of(output, count, step):
-    """The bytes of the files of a run that must not depend on where it stopped."""
-    states = (f"state_{step:08d}_{rank:05d}.bin" for rank in range(count))
-    names = [f"model_{step:08d}.bin", "main.log", *states]
-    return {name: (output / name).read_bytes() for name in names}
-
-
-def same(name, found, expected):
-    differ = [key for key, value in expected.items() if found[key] != value]
-    check(f"{name}: {len(expected)} files are the same", not differ, f"{differ}" * bool(differ))

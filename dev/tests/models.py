@@ -19,6 +19,7 @@ import numpy as np
 from dev.common.config import check_tokens, checkpoint_parts, read_parameters
 from dev.common.files import checked_header
 from dev.common.flags import parse_flags, with_values
+from dev.cpu.emulated import Emulated
 from dev.common.gpus import GPUS, blocks_that_fit, capability
 from dev.common.nvrtc import compile_cuda, has_nvrtc
 from dev.features.base import GPT2, Training
@@ -74,6 +75,12 @@ def device_of(name, dtype, C, NH, plain=True, architecture=GPT2, only=None, grou
     device.architecture, device.arguments, device.only = architecture, arguments, only
     devices.append((only, device))
     return device
+
+
+def emulated_with(kernels):
+    """The emulated device with these kernels alone, as a class."""
+    return type("Few", (Emulated,), dict(
+        __init__=functools.partialmethod(Emulated.__init__, only=kernels)))
 
 
 def for_attention(device, kind):

@@ -1,19 +1,21 @@
-"""Do the tests of the kernels bite? Change one line of a kernel at a time, and see that its tests
+"""Do the tests of the kernels bite? Plant one fault at a time in a kernel, and see that its tests
 fail.
 
-    python -m dev.tests.mutants                    # all mutants; the last line counts the survivors
-    python -m dev.tests.mutants adamw              # those of one kernel
-    python -m dev.tests.mutants --draw 6           # six, drawn by the commit: for CI
+    python -m dev.tests.mutants                     # all faults; the last line counts the survivors
+    python -m dev.tests.mutants adamw               # those of one kernel, or of a file for Hopper
+    python -m dev.tests.mutants --draw 6            # six, drawn by the commit: for CI
+    python -m dev.tests.mutants --draw 6 --seed 1   # six others
 
-A mutant is a one-line change to kernels.cu, to one of dev/'s .cu files, or to a file of the kernel
-lab: those of mutant_table.py, and each barrier removed. It is made in a copy of the repository,
-where the lab checks one kernel on the CPU until the first failure: all of its versions for a file
-of the lab, else the trainer's. Mutants of FP8 must be noticed by a test of dev/tests/test_fp8.py,
-those of bf16_sums.cu by one of test_ranks.py, those of fused_biases.cu by one of
-test_fused_biases.py. A mutant that passes has survived: the lab needs a better problem. The
-unchanged kernel must pass.
+A fault is a change of kernels.cu, of one of dev/'s .cu files, or of a file of the kernel lab: those
+of mutant_table.py, and each barrier removed. It is made in a copy of the repository, where a check
+has to fail: the lab's of one kernel on the CPU, until the first failure, of all of its versions for
+a file of the lab, else of the trainer's; a test of dev/tests/test_fp8.py for FP8, of test_ranks.py
+for bf16_sums.cu, of test_fused_biases.py for fused_biases.cu; or wrong() of the tests of kernels
+for Hopper, which a CPU emulates. A fault that is not found has survived: its check needs a better
+problem. The unchanged kernel must pass.
 """
 import argparse
+import importlib
 import os
 import random
 import re
@@ -28,22 +30,23 @@ from pathlib import Path
 from dev.common.cuda_source import without_comments
 from dev.common.program import run_main
 from dev.features.order import SOURCES
-from dev.tests.mutant_table import (AS_HOPPER, BARRIERS, FP8, FP8_OUTPUT, FUSED_TESTS, KERNELS,
-                                    LLAMA, OUT_OF_BOUNDS, SUMS, TABLE, TILES, UNSEEN, Mutant)
+from dev.tests.checks import TOP
+from dev.tests.mutant_table import (AS_HOPPER, BARRIERS, FP8, FP8_OUTPUT, FUSED_TESTS, HOPPER,
+                                    KERNELS, LLAMA, OUT_OF_BOUNDS, RACE, SUMS, TABLE, TILES, UNSEEN,
+                                    Fault)
 from train_gpt2 import UserError
-
-TOP = Path(__file__).resolve().parents[2]
 
 LAB = "dev/lab/kernels"
 # Files whose barriers are taken away in other files' tests, if at all.
 OWN_TESTS = "hopper.cuh", "turns.cuh"
+FOR_HOPPER = {fault.kernel for fault in HOPPER}
 BARRIER = re.compile(r"__sync(threads|warp)\(\);")
 DEFINITION = re.compile(r"^(?:extern \"C\" )?(?:__global__|__device__)[^;{]*?(\w+)\(", re.M)
 
 
 def barriers(every=False):
-    """A Mutant for each barrier in the .cu files that is not in UNSEEN, or for every one. Its kind
-    has the barrier's number in its function."""
+    """A Fault for each barrier in the .cu files that is not in UNSEEN, or for every one. `what` has
+    the barrier's number in its function."""
     for file in (KERNELS, LLAMA, *(str(path.relative_to(TOP)) for path in (
             *SOURCES, TOP / FP8_OUTPUT, TOP / TILES, *sorted((TOP / LAB).glob("*.cu"))))):
         if Path(file).name in OWN_TESTS:
@@ -64,7 +67,8 @@ def barriers(every=False):
                                     "add it to BARRIERS in mutant_table.py")
                 kernel, dtype = (BARRIERS[function] if shared else Path(file).stem,
                                  "fp8" if file == FP8 else "fp32")
-                yield Mutant(f"barrier {number}", kernel, dtype, function, found[0], "", file)
+                yield Fault(kernel, function, found[0], "", what=f"barrier {number}", dtype=dtype,
+                            file=file)
 
 
 def code_of(text):
@@ -89,7 +93,8 @@ def place_of(mutant):
     """(the mutant's file as it is, where it changes). Raises SystemExit unless the place is found
     exactly once."""
     text = (TOP / mutant.file).read_text(encoding="utf-8")
-    code, begin, end = code_of(text), 0, len(text)
+    # A text with a comment is looked for in the comments, too.
+    code, begin, end = text if "//" in mutant.old else code_of(text), 0, len(text)
     if mutant.where:
         name = mutant.where if "(" in mutant.where else f"{mutant.where}("
         begins = [found.start() for found in re.finditer(re.escape(name), code)]
@@ -98,7 +103,7 @@ def place_of(mutant):
                       # No call and no prototype.
                       and re.match(r"[^;{]*\{", code[at:])), min(begins, default=-1))
         end = code.find("\n}\n", begin)
-    number = re.fullmatch(r"barrier (\d+)", mutant.kind)
+    number = re.fullmatch(r"barrier (\d+)", mutant.what)
     places = [begin + found.start()
               for found in re.finditer(re.escape(mutant.old), code[begin:end])]
     if number:
@@ -113,9 +118,12 @@ def place_of(mutant):
 # ---- In a copy: check one kernel until its first failure
 
 
-def check_kernel(name, dtype, trainer_only):
-    """Check a kernel's versions, or only the trainer's. Returns None, or a line with what is
-    wrong."""
+def check_here(name, dtype, how):
+    """Check a kernel's versions, with how="trainer" only the trainer's; or, with how="hopper" or
+    RACE, the kernels of a file for Hopper. Returns "", or what is wrong."""
+    if how in ("hopper", RACE):
+        return importlib.import_module(f"dev.tests.test_{name}").wrong(race=how == RACE)
+    trainer_only = how == "trainer"
     from dev.lab.bench import Bench
     from dev.lab.ladder import describe_choice, find_ladder, model_of, parse_sizes
     from dev.lab.workers import device_of
@@ -139,7 +147,7 @@ def check_kernel(name, dtype, trainer_only):
                             f"{' '.join(str(e).split())}")
                 if comparison.place is not None:
                     return f"{version.what}, {text} {describe_choice(choice)}: {comparison}"
-    return None if checks else "nothing was checked"
+    return "" if checks else "nothing was checked"
 
 
 # ---- The program
@@ -154,69 +162,99 @@ class Copy:
         for path in (*TOP.glob("*.py"), TOP / "pyproject.toml", TOP / KERNELS):
             shutil.copy(path, self.top)
 
-    def check(self, kernel, dtype, file, flag="", kind="", seconds=600):
-        """Check a kernel in the copy. Returns None, or a line with what is wrong."""
-        environment = os.environ | {
-            "PYTHONPATH": str(self.top), "XDG_CACHE_HOME": str(self.top / "cache"),
-            "OMP_NUM_THREADS": "1",
-            # -O1 compiles in half of the time.
-            "OPENBLAS_NUM_THREADS": "1", "CXXFLAGS": f"-O1 {flag}"}
-        if kind == OUT_OF_BOUNDS:
-            library = subprocess.run([
-                "g++", "-print-file-name=libasan.so"], capture_output=True, text=True).stdout
-            environment |= {"CXXFLAGS": "-O1 -fsanitize=address", "LD_PRELOAD": library.strip(),
-                            "ASAN_OPTIONS": "detect_leaks=0"}
-        whose = "all" if file.startswith("dev/lab/") else "trainer"
-        command = [sys.executable, "-m", "dev.tests.mutants", kernel, "--check-here", dtype, whose]
-        test = "test_fp8" if dtype == "fp8" else "test_ranks" if file == SUMS else (
-            "test_fused_biases" if kernel in FUSED_TESTS else None)
-        if test:
-            command = [sys.executable, "-m", "pytest", f"dev/tests/{test}.py::test_{kernel}",
-                       "--device", "emulated"]
-        try:
-            done = subprocess.run(command, env=environment, cwd=self.top, capture_output=True,
-                                  text=True, timeout=seconds)
-        except subprocess.TimeoutExpired:
-            return f"did not end within {seconds} s"
-        if "could not compile" in done.stdout + done.stderr:
-            sys.exit(f"a mutant of {kernel} does not "
-                     f"compile:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-        if done.returncode < 0:
-            return f"ended by signal {-done.returncode}"
-        if "ERROR: AddressSanitizer" in done.stderr:
-            return re.search("ERROR: AddressSanitizer.*", done.stderr)[0]
-        last = (done.stdout + done.stderr).strip().splitlines()[-1:]
-        return None if done.returncode == 0 else last[0] if last else "failed"
+
+def way_of(mutant):
+    """How a fault is to be found: the program and its arguments, CXXFLAGS, and seconds. Some of
+    those for Hopper hang. Faults that are found in the same way share one check of what is
+    right."""
+    kernel, dtype, file = mutant.kernel, mutant.dtype, mutant.file
+    test = "test_fp8" if dtype == "fp8" else "test_ranks" if file == SUMS else (
+        "test_fused_biases" if kernel in FUSED_TESTS else None)
+    # -O1 compiles in half of the time.
+    flags = "-O1 -fsanitize=address" if mutant.said == OUT_OF_BOUNDS else f"-O1 {mutant.flag}"
+    if test:
+        return ("pytest", f"dev/tests/{test}.py::test_{kernel}", "--device", "emulated"), flags, 600
+    how = "all" if file.startswith(LAB) else "trainer"
+    if kernel in FOR_HOPPER:
+        how = RACE if mutant.said == RACE else "hopper"
+    return (("dev.tests.mutants", kernel, "--check-here", dtype, how), flags,
+            150 if how == "hopper" and not mutant.said else 900)
 
 
-def try_mutant(mutant, change=True):
-    """Check a mutant's kernel in a copy, changed or as it is. Returns None, or a line with what is
-    wrong."""
+def wrong_by(way, top, own):
+    """Check in this way in a copy of the repository, where kernels are compiled anew if it is a
+    copy of its own. Returns "", or a line with what is wrong."""
+    arguments, flags, seconds = way
+    environment = os.environ | {"PYTHONPATH": str(top), "OMP_NUM_THREADS": "1",
+                                "OPENBLAS_NUM_THREADS": "1", "CXXFLAGS": flags}
+    if own:
+        environment["XDG_CACHE_HOME"] = str(top / "cache")
+    if "address" in flags:
+        library = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True,
+                                 text=True).stdout
+        environment |= {"LD_PRELOAD": library.strip(), "ASAN_OPTIONS": "detect_leaks=0"}
+    try:
+        done = subprocess.run([sys.executable, "-m", *arguments], env=environment, cwd=top,
+                              capture_output=True, text=True, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return f"did not end within {seconds} s"
+    if "could not compile" in done.stdout + done.stderr:
+        sys.exit(f"a fault of {arguments[1]} does not "
+                 f"compile:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    if done.returncode < 0:
+        return f"ended by signal {-done.returncode}"
+    if "ERROR: AddressSanitizer" in done.stderr:
+        return re.search("ERROR: AddressSanitizer.*", done.stderr)[0]
+    last = (done.stdout + done.stderr).strip().splitlines()[-1:]
+    return "" if done.returncode == 0 else last[0] if last else "failed"
+
+
+def try_fault(mutant):
+    """Plant a fault in a copy, and check. Returns (whether it was found, what is wrong)."""
     with tempfile.TemporaryDirectory() as folder:
-        copy = Copy(folder)
-        if change:
-            (copy.top / mutant.file).write_text(mutated(mutant), encoding="utf-8")
-        return copy.check(mutant.kernel, mutant.dtype, mutant.file, mutant.flag, mutant.kind)
+        top = Copy(folder).top
+        (top / mutant.file).write_text(mutated(mutant), encoding="utf-8")
+        wrong = wrong_by(way_of(mutant), top, True)
+    if mutant.said in ("", OUT_OF_BOUNDS):
+        return bool(wrong), wrong
+    return (mutant.said in wrong if mutant.said in (RACE, "stuck") else mutant.said == wrong), wrong
+
+
+def survivors(mutants):
+    """Plant faults, each alone, and print what is found. Returns those that are not. Exits with a
+    message if a check fails without a fault."""
+    missed, ways = [], list(dict.fromkeys(map(way_of, mutants)))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for way, wrong in zip(ways, pool.map(lambda way: wrong_by(way, TOP, False), ways)):
+            if wrong:
+                sys.exit(f"{' '.join(way[0])} fails as it is, so faults say nothing: {wrong}")
+        for mutant, (found, wrong) in zip(mutants, pool.map(try_fault, mutants)):
+            result = "killed  " if found else "SURVIVED"
+            print(f"{result} {title(mutant)}\n         {wrong}".rstrip(), flush=True)
+            missed += [mutant] * (not found)
+    return missed
 
 
 def title(mutant):
-    change = f"{mutant.old} -> {mutant.new or 'nothing'}"
-    where = f"{Path(mutant.file).name}{' ' * bool(mutant.flag)}{mutant.flag}, {mutant.where}"
-    return f"{mutant.kernel:28} {mutant.dtype} {mutant.kind:13} {where}: {change}"
+    what = mutant.what or mutant.said
+    where = ", ".join(filter(None, (Path(mutant.file).name, mutant.flag, mutant.where, what)))
+    change = f"{where}: {mutant.old} -> {mutant.new or 'nothing'}"
+    return f"{mutant.kernel:28} {mutant.dtype} {' '.join(change.split())}"
 
 
 def main():
     parser = argparse.ArgumentParser(description="Change kernels, and see that their tests fail.")
     parser.add_argument("kernel", nargs="?", help="only the mutants of this kernel of the lab")
     parser.add_argument("--draw", type=int, metavar="N", help="only N, drawn by the commit")
+    parser.add_argument("--seed", help="draw by this, and not by the commit")
     parser.add_argument("--list", action="store_true", help="print them and do nothing")
     parser.add_argument("--check-here", nargs=2, help=argparse.SUPPRESS)
     flags = parser.parse_args()
     if flags.check_here:
-        wrong = check_kernel(flags.kernel, flags.check_here[0], flags.check_here[1] == "trainer")
-        print(wrong or "right")
+        wrong = check_here(flags.kernel, *flags.check_here)
+        print(" ".join(wrong.split()) or "right")
         return 1 if wrong else 0
-    mutants = [*TABLE, *barriers()]
+    mutants = [*TABLE, *barriers(), *HOPPER]
     for mutant in mutants:
         mutated(mutant)
     if flags.kernel:
@@ -224,28 +262,16 @@ def main():
         if not mutants:
             raise UserError(f"there is no mutant of a kernel {flags.kernel}; --list lists them all")
     if flags.draw:
-        commit = subprocess.run(["git", "-C", TOP, "rev-parse",
-                                 "HEAD"], capture_output=True, text=True).stdout.strip()
-        print(f"{flags.draw} of {len(mutants)} mutants, drawn by the commit {commit[:10]}")
-        mutants = random.Random(commit).sample(mutants, min(flags.draw, len(mutants)))
+        seed = flags.seed or subprocess.run(
+            ["git", "-C", TOP, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+        print(f"{flags.draw} of {len(mutants)} faults, drawn by {seed[:10]}")
+        mutants = random.Random(seed).sample(mutants, min(flags.draw, len(mutants)))
     if flags.list:
         print("\n".join(map(title, mutants)))
         return 0
-    began, survivors = time.monotonic(), []
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        # A mutant for each way in which a kernel is checked.
-        ways = {(mutant.kernel, mutant.dtype, mutant.file, mutant.flag,
-                 mutant.kind == OUT_OF_BOUNDS): mutant for mutant in mutants}
-        for way, wrong in zip(ways, pool.map(lambda mutant: try_mutant(mutant,
-                                                                       False), ways.values())):
-            if wrong:
-                sys.exit(f"{' '.join(way[:4])} fails as it is, so its mutants say nothing: {wrong}")
-        for mutant, wrong in zip(mutants, pool.map(try_mutant, mutants)):
-            result = "killed  " if wrong else "SURVIVED"
-            print(f"{result} {title(mutant)}\n         {wrong or ''}".rstrip(), flush=True)
-            survivors += [mutant] * (not wrong)
-    print(f"{len(mutants)} mutants, {len(survivors)} survived, {time.monotonic() - began:.0f} s")
-    return 1 if survivors else 0
+    began, missed = time.monotonic(), survivors(mutants)
+    print(f"{len(mutants)} faults, {len(missed)} survived, {time.monotonic() - began:.0f} s")
+    return 1 if missed else 0
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from dev.features import config_file, order
 from dev.features.base import GPT2
 from dev.features.order import table_of_flags
 from dev.tests.checks import FIXTURES, TINY, check, fast
-from dev.tests.trainings import LLAMA, call, check_error, ran
+from dev.tests.trainings import LLAMA, call, check_error, ran, trained
 
 pytestmark = pytest.mark.usefixtures("token_data")
 
@@ -40,9 +40,7 @@ def test_toml(folder):
     file, output, plain = toml_in(folder, overfit=True, dtype="fp32"), folder / "a", folder / "b"
     file.write_text(file.read_text(), "utf-8-sig", newline="\r\n")  # as Windows' editors do
     ran("--config", file, "-o", output, "-n", 2)
-    ran("-e", TINY, "-i", folder / "part_train_0.bin", "-j", folder /
-             "part_val_0.bin", "-b", 2, "-t", 8, "-x", 3, "-v", 0, "-s", 0, "-l", 1e-2, "--device",
-             "cpu", "-a", "--dtype", "fp32", "-o", plain, "-n", 2)
+    trained(plain, "-x", 3, "-a", "--dtype", "fp32", "-n", 2)
     model = "model_00000003.bin"
     same = (output / model).read_bytes() == (plain / model).read_bytes()
     check("the same weights", same)
@@ -75,10 +73,8 @@ def test_notes(folder):
     for name, model, program in (("gpt2", TINY, "train_gpt2"),
                                  ("llama", FIXTURES / "llama_tied.bin", LLAMA)):
         first, again, other = (folder / f"{name} {i}" for i in range(3))
-        ran("-e", model, "-i", folder / "part_train_*.bin", "-j", folder /
-                 "part_val_0.bin", "-b", 2, "-t", 8, "-d", 32, "-x", 3, "-n", 2, "-v", 2, "-m", 1,
-                 "-s", 0, "-l", 1e-2, "--device", "cpu", "--label-smoothing", 0.1, "-o", first,
-                 program=program)
+        trained(first, "-e", model, "-i", folder / "part_train_*.bin", "-d", 32, "-x", 3, "-n", 2,
+                "-v", 2, "-m", 1, "--label-smoothing", 0.1, program=program)
         notes = first / "run_00000002.json"
         notes.write_text(notes.read_text(), "utf-8-sig", newline="\r\n")
         ran("--config", notes, "-o", again, "--device", "cpu",

@@ -19,7 +19,7 @@ from dev.features.sample import Sampling, choose, generate, nucleus, read_prompt
 from dev.features.tokenizer import Tokenized
 from dev.llama3.train_llama3 import Config3
 from dev.tests.checks import TINY, check, check_refusal, fast
-from dev.tests.test_sample import Listed, first_coins, small_words, write_model
+from dev.tests.test_sample import Listed, check_drawn, small_words, write_model
 from dev.tests.trainings import LLAMA, TRAINER, call, check_error, ran
 from prepro_tinyshakespeare import write_tokens
 from train_gpt2 import coins
@@ -27,42 +27,10 @@ from train_gpt2 import coins
 # ---- --top-p
 
 
-def drawn_by_hand(logits, coin, temperature, top_k, top_p):
-    """The word that a coin draws, in float64: words from the likeliest to the least, the first of
-    equals before the others, are kept until they have the share top_p of top_k's probability. None
-    if a rounding could decide."""
-    weights = np.exp((np.float64(logits) - logits.max()) / temperature)
-    ranked = sorted(range(len(logits)), key=lambda i: (-logits[i], i))[: top_k or None]
-    total, kept, close = sum(weights[i] for i in ranked), [], False
-    for i in ranked:
-        share = sum(weights[j] for j in kept) / total
-        close |= bool(kept) and abs(share - top_p) < 1e-6
-        if share >= top_p:
-            break
-        kept.append(i)
-    kept.sort()
-    cdf = np.cumsum(weights[kept]) / weights[kept].sum()
-    close |= min(abs(cdf - coin)) < 1e-5
-    return None if close else kept[int(np.argmax(cdf > coin))]
-
-
 @fast
 def test_top_p():
     """The nucleus against a recount, in turn with temperature and top-k; ties, P = 1 and tiny P."""
-    rng = np.random.default_rng(5)
-    for temperature in (0.5, 1, 2):
-        for top_k in (0, 1, 4, 30):
-            for top_p in (1e-9, 0.1, 0.5, 0.9, 0.999, 1):
-                wrong = tried = 0
-                for row, coin in enumerate(first_coins(40)):
-                    logits = np.float32(rng.normal(0, 2, 37) if row % 2 else
-                                        rng.integers(-2, 3, 37))
-                    settings = temperature, top_k, top_p
-                    wish = drawn_by_hand(logits, coin, *settings)
-                    tried += wish is not None
-                    wrong += wish is not None and choose(logits, coin, *settings) != wish
-                check(f"temperature {temperature}, top_k {top_k}, top_p {top_p}",
-                      wrong == 0 and tried >= 20, f"{wrong} of {tried} differ")
+    check_drawn((0.5, 1, 2), (0, 1, 4, 30), (1e-9, 0.1, 0.5, 0.9, 0.999, 1), count=40, least=20)
     halves = np.log(np.float32((1 / 8, 1 / 2, 1 / 8, 1 / 4)))
     for top_p, wish in ((1e-30, [1]), (0.4, [1]), (0.6, [1, 3]), (0.8, [0, 1, 3]),
                         (0.9, [0, 1, 2, 3])):

@@ -13,7 +13,8 @@ from dev.common.config import Config
 from dev.llama3.train_llama3 import Config3
 from dev.tests.checks import (
     EXACT, check, check_bad_files, check_refusal, fast, header_refusal, with_numbers)
-from dev.tests.folders import LIBRARY, check_bad_folders, check_types, read_folder, write_folder
+from dev.tests.folders import (LIBRARY, check_bad_folders, check_types, in_transformers,
+                               read_folder, write_folder)
 from dev.tests.models import FIXTURES
 from dev.tools import convert, hf_config
 from train_gpt2 import BF16, HEADER_BYTES, to_float
@@ -307,20 +308,5 @@ def test_refusals(folder):
 def test_transformers_logits(folder):
     """transformers loads a converted fixture and computes the logits of its debug state, and what
     it saves becomes the fixture again."""
-    import torch
-    from transformers import LlamaForCausalLM
-
     for fixture in ("llama_gqa", "llama_tied"):
-        path, state = (FIXTURES / f"{fixture}.bin",
-                       np.fromfile(FIXTURES / f"{fixture}_debug_state.bin", "<i4"))
-        convert.checkpoint_to_folder(path, folder / fixture)
-        model = LlamaForCausalLM.from_pretrained(folder / fixture)
-        B, T = state[2:4]
-        with torch.no_grad():
-            found = model(torch.from_numpy(state[256:][: B * T].reshape(B, T))).logits.numpy()
-        yield (f"{fixture}, logits", found,
-               state.view("<f4")[256 + 2 * B * T :][: found.size].reshape(found.shape), 2e-6)
-        model.save_pretrained(folder / f"{fixture} saved", max_shard_size="200KB")
-        convert.folder_to_checkpoint(str(folder / f"{fixture} saved"), folder / "again.bin")
-        check(f"{fixture}, saved by transformers",
-              (folder / "again.bin").read_bytes() == path.read_bytes())
+        yield in_transformers(folder, fixture)

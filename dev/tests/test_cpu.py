@@ -12,12 +12,12 @@ from unittest import mock
 import numpy as np
 
 from dev.common.cache import cache_folder, read_cache, write_cache
-from dev.common.config import Config
 from dev.common.cuda_source import checked_kernels
 from dev.cpu.host import compiler_of, lacks_openmp
 from dev.features.devices import make_device
 from dev.lab.bench import orders as thread_orders
 from dev.tests.checks import EXACT, check, check_refusal, refusal
+from dev.tests.small_kernels import of_files
 from train_gpt2 import replace_file
 
 KERNEL_FILE = """
@@ -36,12 +36,7 @@ def test_kernel_files(device_name, folder):
     """A kernel without a BLOCK, and a launch with too few arguments or too many, are refused."""
     path = folder / "kernels.cu"
     path.write_text(KERNEL_FILE)
-
-    class OneKernel(Config):
-        SOURCES = (path,)
-
-    with contextlib.redirect_stdout(None):
-        device = make_device(device_name, "fp32", OneKernel(), plain=True)
+    device = make_device(device_name, "fp32", of_files(path), plain=True)
     out = device.empty(4 * 50).view(np.float32)
     device.put(out, np.zeros(50))
     device.launch("fill", 40, out, 3, 40)
@@ -55,9 +50,9 @@ def test_kernel_files(device_name, folder):
         (folder / "copy").mkdir()
         copied = shutil.copy(path, folder / "copy")
         for flag, wish in (("-O1", 1), ("-O1 -g1", 2)):
-            with mock.patch.dict("os.environ", CXXFLAGS=flag), contextlib.redirect_stdout(None):
-                found = {make_device("emulated", "fp32", type("One", (Config,), dict(
-                    SOURCES=(file,)))()).library._name for file in (path, Path(copied))}
+            with mock.patch.dict("os.environ", CXXFLAGS=flag):
+                found = {make_device("emulated", "fp32", of_files(file)).library._name
+                         for file in (path, Path(copied))}
             check(f"a copy of the kernels, {flag}: libraries", len(found) == wish, len(found))
     path.write_text(KERNEL_FILE.replace("float value", "double value"))
     check_refusal("kernel", "fill: double value: expected a pointer.* int, float", checked_kernels,
@@ -72,13 +67,12 @@ LAUNCH = """
 import sys
 from pathlib import Path
 import numpy as np
-from dev.common.config import Config
 from dev.common.program import run_main
 from dev.features.devices import make_device
+from dev.tests.small_kernels import of_files
 
 def main():
-    one = type("One", (Config,), dict(SOURCES=(Path(sys.argv[1]),)))
-    device = make_device("emulated", "fp32", one())
+    device = make_device("emulated", "fp32", of_files(Path(sys.argv[1])))
     out = np.zeros(40, np.float32)
     device.launch("fill", 40, out, 3, 40)
     print("sum", int(out.sum()))
@@ -164,7 +158,7 @@ def test_without_openmp(folder):
     says, until OpenMP is there. Its messages are in English."""
     compiler, path = folder / "c++", folder / "kernels.cu"
     path.write_text(KERNEL_FILE)
-    one = type("One", (Config,), dict(SOURCES=(path,)))()
+    one = of_files(path)
 
     def said(script, flag="-O1"):
         compiler.write_text(f'#!/bin/sh\n{script}\nexec "{compiler_of()}" "$@"\n')
@@ -247,17 +241,12 @@ extern "C" __global__ void copies(float* out, float* from) {
 """
 
 
-def cpu_of(folder, text, dtype="fp32", **sizes):
+def cpu_of(folder, text):
     """A CPU device compiled from this text, in a cache of its own."""
     path = folder / "kernels.cu"
     path.write_text(text)
-
-    class Other(Config):
-        SOURCES = (path,)
-
-    with contextlib.redirect_stdout(None), mock.patch.dict("os.environ", CXXFLAGS="-O1",
-                                                           XDG_CACHE_HOME=str(folder)):
-        return make_device("emulated", dtype, Other(**sizes), plain=True)
+    with mock.patch.dict("os.environ", CXXFLAGS="-O1", XDG_CACHE_HOME=str(folder)):
+        return make_device("emulated", "fp32", of_files(path), plain=True)
 
 
 def test_orders(device_name, folder):

@@ -20,8 +20,7 @@ from dev.llama3.train_llama3 import Config3, Llama3
 from dev.tests.checks import EXACT, FIXTURES, TINY, check, check_refusal, normal, words
 from dev.tests.in_torch import parameters_in_torch, sum_in_torch
 from dev.tests.models import gradients, in_each_order, model_class, on_device
-from dev.tests.trainings import (LLAMA, TRAINER, call, check_resumed, place_of, token_files,
-                                 trained)
+from dev.tests.trainings import LLAMA, TRAINER, call, check_feature, place_of, trained
 from train_gpt2 import to_float
 
 B, T = 3, 5
@@ -200,39 +199,19 @@ def test_ranks_and_micro_batches(device_name):
         yield f"d{name}", total[name], value, 1e-6
 
 
-def check_runs(device_name, folder, name, program, model, *more):
+@pytest.mark.parametrize("program, model, flags", (
+    (TRAINER, TINY, ("--recompute", 2)), (LLAMA, FIXTURES / "llama_gqa.bin", ()),
+    # whose kernels take long to compile for a CPU
+    pytest.param(TRAINER, TINY, ("--dtype", "fp8"), marks=pytest.mark.longest)))
+def test_runs(device_name, folder, program, model, flags):
     """A stopped run that resumes, with --dropout from its folder, ends with the same bytes. Another
     seed draws other masks."""
-    token_files(folder)
-
-    place = dict(device=place_of(device_name), program=program)
-    flags = "-e", model, "-t", 32, "-d", 128, "-v", 3, "-m", 1, *more
-    whole, P = folder / name, ("--dropout", 0.5)
-    text = trained(whole, *flags, "-x", 4, "-n", 2, *P, **place)
-    _, again = check_resumed(name, whole, lambda copy: trained(copy, "-y", 1, **place), 4)
-    check(f"{name}: no warning", "--dropout" not in again, again)
-    others = [trained(folder / f"{name} {i}", *flags, "-x", 1, *given, **place)
-              for i, given in enumerate(((), P, (*P, "--seed", 43)))]
-    losses, values = ([next(line.split(" | lr")[0] for line in output.splitlines()
-                            if line.startswith(what)) for output in (text, *others)]
-                      for what in ("step    1/", "val loss"))
-    losses = [line.split()[4] for line in losses]
-    check(f"{name}: the first loss", losses[0] == losses[2] and len({*losses}) == 3, losses)
-    check(f"{name}: the same validation before it", len({*values}) == 1, values)
-    again = trained(whole, "-y", 1, "-x", 4, "--seed", 43, **place)
-    check(f"{name}: another seed: a warning", "WARNING" in again and "--seed" in again, again)
-
-
-def test_runs(device_name, folder):
-    """GPT-2 with --recompute 2, and Llama."""
-    check_runs(device_name, folder, "GPT-2", TRAINER, TINY, "--recompute", 2)
-    check_runs(device_name, folder, "Llama", LLAMA, FIXTURES / "llama_gqa.bin")
-
-
-@pytest.mark.longest
-def test_runs_in_fp8(device_name, folder):
-    """The same in FP8, whose kernels take long to compile for a CPU."""
-    check_runs(device_name, folder, "FP8", TRAINER, TINY, "--dtype", "fp8")
+    whole, losses = check_feature(device_name, folder, "dropped", ("--dropout", 0.5), "-e", model,
+                                  *flags, program=program)
+    check("another seed", losses[3] not in losses[:3], losses)
+    again = trained(whole, "-y", 1, "-x", 4, "--seed", 43, device=place_of(device_name),
+                    program=program)
+    check("another seed: a warning", "WARNING" in again and "--seed" in again, again)
 
 
 def test_steps_again():

@@ -138,9 +138,8 @@ def test_other_kinds(device_name, folder):
         (folder / "short.bin").write_bytes(b"\1")
         check(f"no word about {name or 'a folder'}",
               refusal(check_kind, folder / name, TOKENS) is None)
-    with contextlib.redirect_stdout(None):
-        for name in ("good.bin", "part_1.bin", "part_3.bin"):
-            write_tokens(folder / name, range(99))
+    for name in ("good.bin", "part_1.bin", "part_3.bin"):
+        write_tokens(folder / name, range(99))
     for name, magic in (("part_2.bin", 20240801), ("scores.bin", 20240522), ("other.bin", 1)):
         header[:2] = magic, 1
         header.tofile(folder / name)
@@ -213,8 +212,7 @@ def test_good_files(device_name, folder):
           {p.name for p in folder.iterdir()} == {"model.bin", "copy.bin"})
 
     tokens = words(257, 41)
-    with contextlib.redirect_stdout(None):
-        write_tokens(path, tokens)
+    write_tokens(path, tokens)
     check("token file: its header", read_header(path, TOKENS) == [20240520, 1, 41] + 253 * [0])
     data = DataLoader(path, read_tokens(path, SMALL.V), 2, 8)
     for start in (0, 16, 0):
@@ -372,9 +370,8 @@ def test_token_order(device_name, folder):
     Twister."""
     sizes = (12 * 16 + 1, 5 * 16 + 9, 16 + 1)  # of 12, 5 and 1 batches of (2,8)
     WORDS, fewer = (dataclasses.replace(SMALL, V=V, Vp=5056) for V in (5000, 1000))
-    with contextlib.redirect_stdout(None):
-        for i, size in enumerate(sizes):
-            write_tokens(folder / f"part_{i}.bin", np.arange(size) + 1000 * i)
+    for i, size in enumerate(sizes):
+        write_tokens(folder / f"part_{i}.bin", np.arange(size) + 1000 * i)
 
     def starts(data, count):
         return [int(data.next_batch()[0][0, 0]) for _ in range(count)]
@@ -435,8 +432,7 @@ def test_patterns(device_name, folder):
         for before in ("", f"{folder}/"):
             found = paths_of(before + pattern)
             check(f"{before and '/'}{pattern}", found == [before + name for name in wish], found)
-    with contextlib.redirect_stdout(None):
-        write_tokens("q[12]/t_train.bin", np.arange(17))
+    write_tokens("q[12]/t_train.bin", np.arange(17))
     check("the tokens of q[12]",
           FilesLoader("q[12]/t_train.bin", 2, 8, SMALL).next_batch()[0][1, 7] == 15)
     for wish, *given in ((r"x\[1\]_val.bin: does not exist; .* beside x.*n.bin, or give -j",

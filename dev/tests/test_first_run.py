@@ -207,12 +207,8 @@ def test_resume(folder):
     for program, name in ((TRAINER, "2x2x64"), (LLAMA, "2x4x2x64")):
         whole = folder / f"whole {name}"
         ran(*flags, "-e", name, "-x", 6, "-n", 3, "-l", 1e-3, "-o", whole, program=program)
-
-        def resumed(copy, program=program):
-            return ran("--device", "cpu", "-o", copy, "-y", 1, program=program)
-
-        check_resumed(name, whole, resumed, 6)
-        check_resumed(name, whole, resumed, 3, 6)
+        check_resumed(name, whole, 6, program=program)
+        check_resumed(name, whole, 3, 6, program=program)
         path = whole / "model_00000006.bin"
         for text in ("", "The ", "é"):
             status, said, error = call("--device", "cpu", "-e", path, "--sample", text, "-g", 9,

@@ -3,7 +3,6 @@ Hopper GPU, there too.
 
     pytest dev/tests/test_fp8_gelu.py -m longest   # registers
 """
-import functools
 from types import SimpleNamespace
 from unittest import mock
 
@@ -23,9 +22,9 @@ from dev.features.fp8.fp8_gelu import WIDTH
 from dev.features.fused_biases import output_switches
 from dev.tests.checks import check
 from dev.tests.hopper import gelu_and_derivative, sums_of_rows
-from dev.tests.models import (AS_HOPPER, check_compiled, check_in_each_order, model_class,
-                              on_device, on_hopper)
-from dev.tests.test_gelu_products import noting
+from dev.tests.models import (AS_HOPPER, check_compiled, check_in_each_order, emulated_with,
+                              model_class, on_device, on_hopper)
+from dev.tests.test_gelu_products import class_on_gpu, noting
 from train_gpt2 import BF16, UserError, pack_batch, to_float
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
@@ -34,12 +33,10 @@ KERNELS = "matmul_gelu_fp8", "matmul_dgelu_fp8"
 SIZES = (128, 256, 16), (384, 256, 144), (256, 512, 272)  # N, OC, C
 
 
-def small_device(sources=fp8_gelu.SOURCES, flags=AS_HOPPER):
+def small_device(flags=AS_HOPPER):
     """A CPU with the kernels alone, as on Hopper."""
-    few = type("Few", (Emulated,), dict(
-        __init__=functools.partialmethod(Emulated.__init__, only=KERNELS)))
-    return on_hopper(stack(few, [Fp8OnCpu]), "fp8", Config(C=768, NH=12),
-                     (fp8.SUMS, fp8.SOURCE, *sources), flags=flags)
+    return on_hopper(stack(emulated_with(KERNELS), [Fp8OnCpu]), "fp8", Config(C=768, NH=12),
+                     (fp8.SUMS, fp8.SOURCE, *fp8_gelu.SOURCES), flags=flags)
 
 
 def device_for(device_name, c=None):
@@ -183,11 +180,6 @@ def test_saturated(device_name):
             check(f"{name}: NaN for {bad}", found.any() == (bad != 0), found.sum())
 
 
-def cuda_class(*given):
-    """The model that trains on a GPU with --dtype fp8."""
-    return model_class(GPT2, "--device", "cuda", "--dtype", "fp8", *given, plain=0)
-
-
 def test_training(device_name):
     """A model's loss and gradients over two micro-batches with these products, as without them;
     and other sizes, which do not fit."""
@@ -197,7 +189,8 @@ def test_training(device_name):
         device = device_for(device_name, c)
         if not device:
             return
-        Model = cuda_class() if own else model_class(GPT2, "--dtype", "fp8", "--fp8", "all")
+        Model = (class_on_gpu(GPT2, "--dtype", "fp8") if own else
+                 model_class(GPT2, "--dtype", "fp8", "--fp8", "all"))
         model = Model(c, device, 2, 64)
         model.set_parameters(draw_parameters(c, 1))
         rng, launch = np.random.default_rng(1), device.launch
@@ -233,11 +226,11 @@ def whole(device, sizes=(384, 256, 1296)):
     return ""
 
 
-def wrong(sources=fp8_gelu.SOURCES, race=False):
-    """The first wrong result of these sources, or what a CPU says, or "". race: look for races."""
+def wrong(race=False):
+    """The first wrong result, or what a CPU says, or "". race: look for races."""
     if race:
-        return whole(small_device(sources, f"{AS_HOPPER} {races.FLAG}"), SIZES[0])
-    return whole(small_device(sources))
+        return whole(small_device(f"{AS_HOPPER} {races.FLAG}"), SIZES[0])
+    return whole(small_device())
 
 
 @pytest.mark.longest

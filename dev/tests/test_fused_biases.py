@@ -8,7 +8,6 @@ from unittest import mock
 import pytest
 
 from dev.cpu import races
-from dev.cpu.emulated import Emulated
 from dev.cpu.host import compiler_of
 from dev.features.devices import device_class
 from dev.features.fused_biases import SOURCE, SummedOutputs
@@ -19,7 +18,7 @@ from dev.lab.heads import ATTENTION_LIMITS
 from dev.lab.kernels.matmul_backward_bias import bias_shares
 from dev.lab.ladder import DTYPES, Ladder, Version, config_of, find_ladder, model_of, parse_sizes
 from dev.tests.checks import check
-from dev.tests.models import ATTENTION, rounds_alone
+from dev.tests.models import ATTENTION, emulated_with, rounds_alone
 from train_gpt2 import PARTIAL_ROWS, layernorm_backward_launch
 
 KERNELS = {*ATTENTION, "layernorm_backward", "sum_rows", "add_all_partials"}
@@ -77,10 +76,7 @@ LADDERS = dict(
 
 @functools.cache
 def device_for(device_name, dtype, flags, model):
-    kind = device_class(device_name)
-    if device_name != "cuda":
-        kind = type("Few", (Emulated,),
-                    dict(__init__=functools.partialmethod(Emulated.__init__, only=KERNELS)))
+    kind = device_class("cuda") if device_name == "cuda" else emulated_with(KERNELS)
     with (mock.patch.dict(os.environ, CXXFLAGS=f"{os.environ.get('CXXFLAGS', '')} {flags}"),
           contextlib.redirect_stdout(None)):
         return type("Summed", (SummedOutputs, kind), {})(dtype, config_of(*model), [SOURCE])

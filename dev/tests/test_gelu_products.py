@@ -23,7 +23,6 @@ from dev.tests import hopper
 from dev.tests.checks import EXACT, check, check_refusal
 from dev.tests.models import (AS_HOPPER, check_compiled, check_in_each_order, gradients,
                               model_class, on_device, on_hopper)
-from dev.tests.test_planted import with_fault
 from train_gpt2 import BF16, UserError, to_float
 
 
@@ -96,11 +95,20 @@ def whole(device, text="M=580,C=384,OC=320", more_rows=0):
     return next((what for what, error, limit in found if not error <= limit), "")
 
 
-def wrong(sources=gelu_products.SOURCES, race=False):
-    """The first wrong result of these sources, or what a CPU says, or "". race: look for races."""
+def wrong(race=False):
+    """The first wrong result, or what a CPU says, or "". race: look for races."""
     if race:
-        return whole(small_device(sources, f"{AS_HOPPER} {races.FLAG}"), "M=150,C=64")
-    return whole(small_device(sources))
+        return whole(small_device(flags=f"{AS_HOPPER} {races.FLAG}"), "M=150,C=64")
+    return whole(small_device())
+
+
+def with_fault(sources, old, new, folder):
+    """The sources with a replacement in the one that has this text, copied to a folder."""
+    texts = {path.name: path.read_text("utf-8") for path in sources}
+    assert sum(text.count(old) for text in texts.values()) == 1, old
+    for name, text in texts.items():
+        (folder / name).write_text(text.replace(old, new), "utf-8")
+    return [folder / name for name in texts]
 
 
 def test_slow_warpgroup(folder):

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
+import pytest
 
 from dev.common.config import read_parameters
 from dev.data.hellaswag import EVAL_FILE
@@ -157,7 +158,9 @@ def agrees(name, model, examples, truth):
           f"{right}, {near:.1e} apart")
 
 
-def small_models(architecture, dtype):
+@pytest.mark.parametrize("architecture", (GPT2, Llama3))
+@pytest.mark.parametrize("dtype", ("fp32", "bf16"))
+def test_small_models(architecture, dtype):
     """Batches of any size; rows in one batch or several; T a multiple of 128 or not."""
     device = device_of("emulated", dtype, *DEVICE_SIZES[architecture], architecture=architecture,
                        group=2 if architecture is Llama3 else 1)
@@ -173,7 +176,8 @@ def small_models(architecture, dtype):
                               truth)
 
 
-def pytorch_logits(stem, architecture):
+@pytest.mark.parametrize("stem, architecture", (("gpt2_tiny", GPT2), ("llama_gqa", Llama3)))
+def test_pytorch_logits(stem, architecture):
     """PyTorch's logits of a batch give the losses of completions that are cut out of its rows."""
     path = FIXTURES / f"{stem}.bin"
     c = architecture.Config.from_file(path)
@@ -309,15 +313,3 @@ def test_command_line(folder):
                 ok = status == 0 and f"B={3 if flags else 16} T={T}\n{line}\n" in text and not error
             check(f"score.py {stem}: {wish or line} {' '.join(flags)}", ok,
                   "" if ok else repr(found))
-
-
-def test_all_small_models():
-    for architecture in (GPT2, Llama3):
-        for dtype in ("fp32", "bf16"):
-            for name, *rest in small_models(architecture, dtype):
-                yield f"{architecture.__name__} {dtype} {name}", *rest
-
-
-def test_all_pytorch_logits():
-    for stem, architecture in (("gpt2_tiny", GPT2), ("llama_gqa", Llama3)):
-        yield from pytorch_logits(stem, architecture)

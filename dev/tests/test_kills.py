@@ -27,8 +27,7 @@ from dev.features.checkpoints.main_log import MainLog
 from dev.features.late_reports import LateReports
 from dev.tests.checks import EXACT, TINY, TOP, check
 from dev.tests.jobs import at_call, wrapped
-from dev.tests.trainings import (TRAINER, bytes_of, call, command, same, train, whole_ones,
-                                 without)
+from dev.tests.trainings import (TRAINER, call, check_same, command, train, whole_ones, without)
 
 pytestmark = pytest.mark.usefixtures("token_data")
 
@@ -60,7 +59,7 @@ def test_killed_runs(device_name, folder, kills):
     begun = time.perf_counter()
     # A process, whose start takes time, too.
     start(device_name, folder, whole, *flags).communicate()
-    seconds, expected, killed, writing = time.perf_counter() - begun, bytes_of(whole, steps), 0, 0
+    seconds, killed, writing = time.perf_counter() - begun, 0, 0
     while killed < kills:
         child = start(device_name, folder, output, *flags, "-y", 1)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -70,7 +69,7 @@ def test_killed_runs(device_name, folder, kills):
         child.kill()
         _, error = child.communicate()
         if child.returncode == 0:
-            same(bytes_of(output, steps), expected, f"after {killed} kills")
+            check_same(f"after {killed} kills", output, whole, steps)
             shutil.rmtree(output)
         else:
             assert child.returncode == -signal.SIGKILL, error
@@ -78,7 +77,7 @@ def test_killed_runs(device_name, folder, kills):
             writing += any(output.glob("*.tmp"))
             whole_ones(output)
     train(device_name, folder, output, *flags, "-y", 1)
-    same(bytes_of(output, steps), expected, f"after {killed} kills")
+    check_same(f"after {killed} kills", output, whole, steps)
     check("no temporary file is left", not [*output.glob("*.tmp")])
     check("the newest two are left", whole_ones(output) == [39, 40], whole_ones(output))
     check("a fourth of the kills came while a file was being written", writing >= kills // 4,
@@ -101,7 +100,7 @@ def test_signals(device_name, folder):
         check(f"{output.name}: a whole checkpoint", len(stopped) == 1 and 5 <= stopped[0] < 60,
               f"{stopped}")
         train(device_name, folder, output, *flags, "-y", 1)
-        same(bytes_of(output, 60), bytes_of(whole, 60), f"{output.name} resumed")
+        check_same(f"{output.name} resumed", output, whole, 60)
 
     for name, status, prepare in (
             ("nohup, and tee", 130, lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)),
@@ -198,7 +197,7 @@ def test_full_disks(device_name, folder):
                   if not re.search("0000000[36]|main.log|log.jsonl|run_00000000", path.name))
     check("full disk: nothing else is left", rest == [], f"{rest}")
     train(device_name, folder, output, "-y", 1)
-    same(bytes_of(output, 12), bytes_of(enough, 12), "after a full disk")
+    check_same("after a full disk", output, enough, 12)
     # Not even for parameters: each checkpoint fails, and the writer's memory must not run out
     text, *_ = train_with(50_000, folder / "fuller", "-n", 1)
     yield "fuller disk: failures", text.count("WARNING: no checkpoint of step"), 6, EXACT

@@ -450,7 +450,7 @@ def test_draws(device_name, dtype):
 
 
 def test_samples(folder):
-    """--samples: side by side as one by one, and as with full passes."""
+    """--samples: side by side as with full passes, few and many."""
     with small_words(folder):
         write_model("model.bin", 50257)
         flags = ("--device", "cpu", "-e", "model.bin", "--temperature", 0.9)
@@ -460,12 +460,7 @@ def test_samples(folder):
             check(f"{more}", status == 0, error)
             return re.sub("^compiling .*\n", "", text, flags=re.M)
 
-        text = run("--sample", "AB", "--samples", 6, "--seed", 5, "-g", 12)
-        parts = text.split("\n--- sample ")
-        check("six samples", len(parts) == 6, len(parts))
-        for i in (0, 5):
-            alone = run("--sample", "AB", "--seed", 5 + i, "-g", 12)
-            check(f"sample {i}", parts[i].split(" ---\n")[1].rstrip("\n") == alone.rstrip("\n"))
-        for more in (("--top-k", 3), ("--stop", "A", "-t", 9)):
-            more = ("--sample", "AB", "--samples", 3, "--seed", 5, "-g", 12, *more)
+        for more in (("--samples", 6), ("--samples", 3, "--top-k", 3),
+                     ("--samples", 3, "--stop", "A", "-t", 9)):
+            more = ("--sample", "AB", "--seed", 5, "-g", 12, *more)
             check(f"full passes {more}", run(*more) == run(*more, "--kv-cache", 0))

@@ -15,7 +15,7 @@ from dev.lab import gpt2_numpy_backward
 from dev.lab.formulas import cross_entropy
 from dev.tests.checks import check, finite_difference, normal, words
 from dev.tests.models import for_numpy, gradients, in_each_order, model_class, on_device
-from dev.tests.trainings import check_resumed, place_of, token_files, trained
+from dev.tests.trainings import check_feature
 from train_gpt2 import to_float
 
 SIZES = dict(maxT=1024, V=259, L=1, NH=1, C=64, Vp=320)
@@ -122,18 +122,5 @@ def test_command_line(device_name, folder):
     from its folder, ends with the same bytes. Without the flag, the first step has another loss,
     and the validation before it the same.
     """
-    token_files(folder)
-    place = place_of(device_name)
-
-    whole = folder / "whole"
-    flags = "-t", 32, "-d", 128, "-v", 3, "-m", 1, "--dtype", "fp8", "--recompute", 2
-    text = trained(whole, *flags, "-x", 4, "-n", 2, "--label-smoothing", 0.5, device=place)
-    _, again = check_resumed("smoothed", whole,
-                             lambda copy: trained(copy, "-y", 1, device=place), 4)
-    check("no warning of another flag", "--label-smoothing" not in again, again)
-    plain = trained(folder / "plain", *flags, "-x", 1, device=place)
-    first, last = ([next(line for line in output.splitlines() if line.startswith(what))
-                    for output in (text, plain)] for what in ("val loss", "step    1/"))
-    check("the same validation before the first step", first[0] == first[1], first)
-    losses = [float(line.split()[4]) for line in last]
-    check("another loss of the first step", abs(losses[0] - losses[1]) > 1e-4, losses)
+    check_feature(device_name, folder, "smoothed", ("--label-smoothing", 0.5), "--dtype", "fp8",
+                  "--recompute", 2)

@@ -345,7 +345,7 @@ def test_runs(device_name, folder):
     masked_files(folder, *names)
     whole = folder / "whole"
     text = train("-x", 4, "-o", whole, "-n", 2)
-    check_resumed("masked", whole, lambda copy: train("-x", 4, "-o", copy, "-y", 1), 4)
+    check_resumed("masked", whole, 4, go_on=lambda copy: train("-x", 4, "-o", copy, "-y", 1))
     path = folder / names[1]
     good = mask_path(path).read_bytes()
     tokens = np.array(read_tokens(path, V))

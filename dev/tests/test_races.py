@@ -1,7 +1,6 @@
 """Test that races are found, and nothing else: in small kernels, in all versions of the lab, and
 where a barrier counts for nothing. dev/lab/tests/test_students.py has those in students' files.
 """
-import functools
 import os
 import re
 from pathlib import Path
@@ -21,6 +20,7 @@ from dev.lab.bench import Bench
 from dev.lab.ladder import find_ladder, kernel_names, model_of, parse_sizes
 from dev.tests import mutants
 from dev.tests.checks import check, refusal
+from dev.tests.models import emulated_with
 from dev.tests.small_kernels import numbered
 from train_gpt2 import BF16
 
@@ -47,46 +47,65 @@ class Small(NamedTuple):
     body: str
 
 
+def variants(body, *rows):
+    """The same kernel with other texts in it: (name, wish, a text, what is there in its place, more
+    of both)."""
+    for name, wish, *texts in rows:
+        changed = body
+        for old, new in zip(texts[::2], texts[1::2]):
+            assert changed.count(old) == 1, (name, old)
+            changed = changed.replace(old, new)
+        yield Small(name, wish, changed)
+
+
+OF_BLOCK, OF_WARP = "__syncthreads();\n", "__syncwarp();\n"
+FENCE = "        __threadfence();\n"
 SMALL = (
     Small("one sum for all threads", rf"sum: .*{SHARED}", """
     __shared__ float sum;
     sum = inp[i];  //!
     out[i] = 2 * sum;
 """),
-    Small("a sum that one thread writes", rf"sum: .*thread 0 .*({SHARED}|{WARP})", """
+    *variants("""
     __shared__ float sum;
     if (t == 0) sum = inp[b];  //!
     out[i] = sum;  //!
-"""),
-    Small("a volatile sum, which waits for nobody", rf"sum: .*thread 0 .*({SHARED}|{WARP})", """
-    volatile __shared__ float sum;
-    if (t == 0) sum = inp[b];  //!
-    out[i] = sum;  //!
-"""),
-    Small("and waits", "", """
-    __shared__ float sum;
-    if (t == 0) sum = inp[b];
-    __syncthreads();
-    out[i] = sum;
-"""),
+""",
+              ("a sum that one thread writes", rf"sum: .*thread 0 .*({SHARED}|{WARP})"),
+              ("a volatile sum, which waits for nobody", rf"sum: .*thread 0 .*({SHARED}|{WARP})",
+               "__shared__", "volatile __shared__"),
+              ("and waits", "", "out[i]", f"{OF_BLOCK} out[i]")),
     Small("scratch of all threads", rf"scratch.0.: .*{WITHIN}", """
     scratch[0] = inp[i];  //!
     out[i] = scratch[0];
 """),
-    Small("scratch of a thread of each block", rf"scratch.5.: .*{BETWEEN}.*{BLOCKS}", """
+    *variants("""
     if (t != 5) return;
     scratch[t] = inp[i];  //!
     out[i] = scratch[t];
-"""),
-    Small("scratch of each thread", "", """
-    scratch[i] = inp[i];
-    out[i] = scratch[i];
-"""),
-    Small("no __syncthreads", rf"part.\d+.: .*{WITHIN}", """
+""",
+              ("scratch of a thread of each block", rf"scratch.5.: .*{BETWEEN}.*{BLOCKS}"),
+              ("scratch of each thread", "", "if (t != 5) return;", "", "scratch[t] =",
+               "scratch[i] =", "= scratch[t]", "= scratch[i]")),
+    *variants("""
     __shared__ float part[64];
     part[t] = inp[i];  //!
     out[i] = part[63 - t];  //!
-"""),
+""",
+              ("no __syncthreads", rf"part.\d+.: .*{WITHIN}"),
+              ("a barrier for one branch only", rf"part.\d+.: .*{SHARED}", "out[i]",
+               f"if (i < 0) {OF_BLOCK} out[i]", "63 - t", "(t + 32) % 64"),
+              ("no __syncwarp", rf"part.\d+.: .*{WARP}", "63 - t", "t ^ 1"),
+              ("__syncwarp", "", "63 - t", "t ^ 1", "out[i]", f"{OF_WARP} out[i]"),
+              ("__syncwarp between two warps", rf"part.\d+.: .*{SHARED}", "63 - t", "t ^ 32",
+               "out[i]", f"{OF_WARP} out[i]"),
+              ("a float race beside an unrelated atomic", rf"part.\d+.: .*{SHARED}", "    part[t]",
+               "    atomicAdd(counter, 1);\n    part[t]"),
+              ("dynamic shared memory", rf"more.\d+.: .*{SHARED}", "__shared__ float part[64]",
+               "DYNAMIC_SHARED(float, more)", "part[t]", "more[t]", "part[63", "more[63"),
+              ("16 bytes at once", rf"part.\d+.: .*{WITHIN}", "float part",
+               "__align__(16) float part", "out[i] = part[63 - t];",
+               "out[i] = reinterpret_cast<uint4*>(part + (4 * t + 32) % 64)->x;")),
     Small("no __syncthreads before the next round", rf"part.\d+.: .*{SHARED}", """
     __shared__ float part[64];
     for (int round = 0; round < 2; round++) {
@@ -110,71 +129,36 @@ SMALL = (
     part[1][t] = part[0][63 - t];  //!
     out[i] = part[1][(t + 32) % 64];  //!
 """),
-    Small("a barrier for one branch only", rf"part.\d+.: .*{SHARED}", """
-    __shared__ float part[64];
-    part[t] = inp[i];  //!
-    if (i < 0) __syncthreads();
-    out[i] = part[(t + 32) % 64];  //!
-"""),
-    Small("no __syncwarp", rf"part.\d+.: .*{WARP}", """
-    __shared__ float part[64];
-    part[t] = inp[i];  //!
-    out[i] = part[t ^ 1];  //!
-"""),
-    Small("__syncwarp", "", """
-    __shared__ float part[64];
-    part[t] = inp[i];
-    __syncwarp();
-    out[i] = part[t ^ 1];
-"""),
-    Small("__syncwarp between two warps", rf"part.\d+.: .*{SHARED}", """
-    __shared__ float part[64];
-    part[t] = inp[i];  //!
-    __syncwarp();
-    out[i] = part[t ^ 32];  //!
-"""),
     Small("shuffles", "", """
     float x = inp[i];
     for (int distance = 16; distance > 0; distance /= 2) x += __shfl_xor_sync(~0u, x, distance);
     out[i] = x;
 """),
-    Small("atomics alone", "", """
-    __shared__ float sum;
-    if (t == 0) sum = 0.0f;
-    __syncthreads();
-    atomicAdd(&sum, inp[i]);
-    __syncthreads();
-    if (t == 0) atomicAdd(out, sum);
-"""),
-    Small("a sum half atomic", rf"out.0.: .*atomically.*{ATOMIC}", """
-    if (t % 2) atomicAdd(out, inp[i]);  //!
-    else out[0] += inp[i];  //!
-"""),
-    Small("a sum by blocks, half atomic", rf"out.0.: .*{BETWEEN}.*{ATOMIC}", """
-    if (t) return;
-    if (b % 2 == 0) atomicAdd(out, inp[i]);  //!
-    else out[0] += inp[i];  //!
-"""),
-    Small("a float race beside an unrelated atomic", rf"part.\d+.: .*{SHARED}", """
-    __shared__ float part[64];
-    atomicAdd(counter, 1);
-    part[t] = inp[i];  //!
-    out[i] = part[63 - t];  //!
-"""),
-    Small("an atomic sum, read too early", rf"sum: .*{ATOMIC}", """
+    *variants("""
     __shared__ float sum;
     if (t == 0) sum = 0.0f;
     __syncthreads();
     atomicAdd(&sum, inp[i]);  //!
     out[i] = sum;  //!
-"""),
+""",
+              ("an atomic sum, read too early", rf"sum: .*{ATOMIC}"),
+              ("atomics alone", "", "out[i] = sum;",
+               f"{OF_BLOCK} if (t == 0) atomicAdd(out, sum);")),
+    *variants("""
+    if (t % 2) atomicAdd(out, inp[i]);  //!
+    else out[0] += inp[i];  //!
+""",
+              ("a sum half atomic", rf"out.0.: .*atomically.*{ATOMIC}"),
+              ("a sum by blocks, half atomic", rf"out.0.: .*{BETWEEN}.*{ATOMIC}", "    if (t % 2)",
+               "    if (t) return;\n    if (b % 2 == 0)")),
     Small("blocks that write one place", rf"out.0.: .*{BETWEEN}.*{BLOCKS}", """
     if (t == 0) out[0] = inp[b];  //!
 """),
     Small("a block that reads what another one writes", rf"out.\d+.: .*{BLOCKS}", """
     out[i] = inp[i];  //!
-    if (i > 0) out[256 + i] = out[i - 1];  //!
-""".replace("if (i > 0)", "__syncthreads();\n    if (t == 0 && b > 0)")),
+    __syncthreads();
+    if (t == 0 && b > 0) out[256 + i] = out[i - 1];  //!
+"""),
     Small("neighbours of 16 bits", "", """
     low[i].bits = t;
     out[i] = low[i].bits;
@@ -183,93 +167,51 @@ SMALL = (
     low[i].bits = t;  //!
     if (t % 2 == 0) *reinterpret_cast<Two*>(low + i) = Two{};  //!
 """),
-    Small("16 bytes at once", rf"part.\d+.: .*{WITHIN}", """
-    __shared__ __align__(16) float part[64];
-    part[t] = inp[i];  //!
-    uint4 four = *reinterpret_cast<uint4*>(part + (4 * t + 32) % 64);  //!
-    out[i] = four.x;
-"""),
-    Small("the last block adds up", "", """
+    *variants("""
     __shared__ bool last;
     if (t == 0) {
-        scratch[b] = inp[i];
+        scratch[b] = inp[i];  //!
         __threadfence();
         last = atomicAdd(counter, 1) == gridDim.x - 1;
         if (last) *counter = 0;
     }
     __syncthreads();
-    if (last && t == 0) for (int j = 0; j < gridDim.x; j++) out[0] += scratch[j];
-"""),
-    Small("the last block, and all threads store", "", """
-    __shared__ bool last;
-    scratch[i] = inp[i];
-    __syncthreads();
-    if (t == 0) {
-        __threadfence();
-        last = atomicAdd(counter, 1) == gridDim.x - 1;
-    }
-    __syncthreads();
-    if (last) for (int j = t; j < 256; j += 64) out[j] = scratch[255 - j];
-"""),
-    Small("the last block, and each thread fences", "", """
-    __shared__ bool last;
-    scratch[i] = inp[i];
-    __threadfence();
-    __syncthreads();
-    if (t == 0) last = atomicAdd(counter, 1) == gridDim.x - 1;
-    __syncthreads();
-    if (last) for (int j = t; j < 256; j += 64) out[j] = scratch[255 - j];
-"""),
-    Small("the last block without a fence", rf"scratch.\d+.: .*{BLOCKS}", """
-    __shared__ bool last;
-    if (t == 0) {
-        scratch[b] = inp[i];  //!
-        last = atomicAdd(counter, 1) == gridDim.x - 1;
-    }
-    __syncthreads();
     if (last && t == 0) for (int j = 0; j < gridDim.x; j++) out[0] += scratch[j];  //!
-"""),
-    Small("the last block, with the fence too early", rf"scratch.\d+.: .*{BLOCKS}", """
-    __shared__ bool last;
-    if (t == 0) {
-        __threadfence();
-        scratch[b] = inp[i];  //!
-        last = atomicAdd(counter, 1) == gridDim.x - 1;
-    }
-    __syncthreads();
-    if (last && t == 0) for (int j = 0; j < gridDim.x; j++) out[0] += scratch[j];  //!
-"""),
-    Small("the last block, which does not wait for its own", rf"scratch.\d+.: .*{BLOCKS}", """
+""",
+              ("the last block adds up", ""),
+              ("the last block without a fence", rf"scratch.\d+.: .*{BLOCKS}", FENCE, ""),
+              ("the last block, with the fence too early", rf"scratch.\d+.: .*{BLOCKS}", FENCE, "",
+               "        scratch[b]", f"{FENCE}        scratch[b]")),
+    *variants("""
     __shared__ bool last;
     scratch[i] = inp[i];  //!
+    __syncthreads();
     if (t == 0) {
         __threadfence();
         last = atomicAdd(counter, 1) == gridDim.x - 1;
     }
     __syncthreads();
     if (last) for (int j = t; j < 192; j += 64) out[j] = scratch[j];  //!
-"""),
-    Small("the first lane of a warp fences, and others have read", rf"scratch.0.: .*{BLOCKS}", """
+""",
+              ("the last block, and all threads store", "", "192", "256", "scratch[j]",
+               "scratch[255 - j]"),
+              ("the last block, and each thread fences", "", FENCE, "", "    __syncthreads();\n    "
+               "if (t", f"{FENCE}    __syncthreads();\n    if (t", "192", "256", "scratch[j]",
+               "scratch[255 - j]"),
+              ("the last block, which does not wait for its own", rf"scratch.\d+.: .*{BLOCKS}",
+               "    __syncthreads();\n    if (t", "    if (t")),
+    *variants("""
     if (b == 3 && t > 0) return;
     out[i] = scratch[0];  //!
     if (t % 32) return;
     __threadfence();
     if (atomicAdd(counter, 1) == 6) scratch[0] = 1.0f;  //!
-"""),
-    Small("the first lane of a warp fences, behind all", "", """
-    if (b == 3 && t > 0) return;
-    out[i] = scratch[0];
-    if (b < 3) __syncwarp();
-    if (t % 32) return;
-    __threadfence();
-    if (atomicAdd(counter, 1) == 6) scratch[0] = 1.0f;
-"""),
-    Small("each thread fences what it has read", "", """
-    if (b == 3 && t > 0) return;
-    out[i] = scratch[0];
-    __threadfence();
-    if (atomicAdd(counter, 1) == 192) scratch[0] = 1.0f;
-"""),
+""",
+              ("the first lane of a warp fences, and others have read",
+               rf"scratch.0.: .*{BLOCKS}"),
+              ("the first lane of a warp fences, behind all", "", "    if (t % 32)",
+               f"    if (b < 3) {OF_WARP}    if (t % 32)"),
+              ("each thread fences what it has read", "", "if (t % 32) return;", "", "6", "192")),
     Small("a counter, and every block reads", rf"scratch.\d+.: .*{BLOCKS}", """
     if (t) return;
     scratch[b] = inp[i];  //!
@@ -277,49 +219,29 @@ SMALL = (
     atomicAdd(counter, 1);
     for (int j = 0; j < gridDim.x; j++) out[b] += scratch[j];  //!
 """),
-    Small("a flag", "", """
-    if (t) return;
-    if (b > 0) while (*(volatile int*)counter < b) {}
-    out[0] += inp[b];
-    __threadfence();
-    *(volatile int*)counter = b + 1;
-"""),
-    Small("a flag without a fence", rf"out.0.: .*{BLOCKS}", """
+    *variants("""
     if (t) return;
     if (b > 0) while (*(volatile int*)counter < b) {}
     out[0] += inp[b];  //!
+    __threadfence();
     *(volatile int*)counter = b + 1;
-"""),
-    Small("a copy of one's own", "", """
-    __shared__ float part[64];
-    copy4(part + t, inp + i, true);
-    copies_end();
-    wait_for_copies<0>();
-    out[i] = part[t];
-"""),
-    Small("a copy, and all wait", "", """
-    __shared__ float part[64];
-    copy4(part + t, inp + i, true);
-    copies_end();
-    wait_for_copies<0>();
-    __syncthreads();
-    out[i] = part[63 - t];
-"""),
-    Small("a copy that is not waited for", rf"part.\d+.: .*copies asynchronously to.*{COPY}", """
-    __shared__ float part[64];
-    copy4(part + t, inp + i, true);  //!
-    copies_end();
-    __syncthreads();
-    out[i] = part[t];  //!
-"""),
-    Small("a copy that only its thread waits for",
-          rf"part.\d+.: .*copies asynchronously to.*{SHARED}", """
+""",
+              ("a flag", ""),
+              ("a flag without a fence", rf"out.0.: .*{BLOCKS}", "    __threadfence();\n", "")),
+    *variants("""
     __shared__ float part[64];
     copy4(part + t, inp + i, true);  //!
     copies_end();
     wait_for_copies<0>();
     out[i] = part[63 - t];  //!
-"""),
+""",
+              ("a copy of one's own", "", "63 - t", "t"),
+              ("a copy, and all wait", "", "out[i]", f"{OF_BLOCK} out[i]"),
+              ("a copy that is not waited for",
+               rf"part.\d+.: .*copies asynchronously to.*{COPY}", "wait_for_copies<0>();\n",
+               OF_BLOCK, "63 - t", "t"),
+              ("a copy that only its thread waits for",
+               rf"part.\d+.: .*copies asynchronously to.*{SHARED}")),
     Small("a copy of the next round that comes too early",
           rf"part.\d+.: .*copies asynchronously to.*{SHARED}", """
     __shared__ float part[64];
@@ -338,11 +260,6 @@ SMALL = (
     inp[i] = 0.0f;  //!
     wait_for_copies<0>();
     out[i] = part[t];
-"""),
-    Small("dynamic shared memory", rf"more.\d+.: .*{SHARED}", """
-    DYNAMIC_SHARED(float, more);
-    more[t] = inp[i];  //!
-    out[i] = more[63 - t];  //!
 """),
 )
 
@@ -444,12 +361,12 @@ def test_barriers(folder):
     """Each barrier that counts for nothing is noticed, in a run of the kernel as it is."""
     task, _ = compiled_lab()
     for mutant in mutants.barriers(every=True):
-        barrier = mutant.where, int(mutant.kind.split()[1])
+        barrier = mutant.where, int(mutant.what.split()[1])
         if barrier in NOT_FOUND:
             continue
         ladder, dtype, flag = find_ladder(mutant.kernel), "fp32", ""
         if barrier in ON_HOPPER:
-            mutant = mutant._replace(kind="barrier 1", where=ON_HOPPER[barrier])
+            mutant = mutant._replace(what="barrier 1", where=ON_HOPPER[barrier])
         if barrier in ON_HOPPER or mutant.where == "matmul_forward6":
             dtype, flag = "bf16", " -DHOPPER"
         sizes = parse_sizes(SIZES[barrier]) if barrier in SIZES else workers.shape_for_races(ladder)
@@ -474,9 +391,7 @@ def test_barriers_of_others(folder):
     (folder / "twice.cu").write_text(TWICE)
     twice = Emulated("fp32", Config(C=64, NH=1), [folder / "twice.cu"], {"twice"})
     only = {"transpose_fp8", "gelu_backward_to_fp8"}
-    few = type("Few", (Emulated,), dict(
-        __init__=functools.partialmethod(Emulated.__init__, only=only)))
-    in_fp8 = with_fp8(few)("fp8", Config(C=64, NH=1), (FP8,))
+    in_fp8 = with_fp8(emulated_with(only))("fp8", Config(C=64, NH=1), (FP8,))
     numbers = np.ones((2, 64), np.float32)
     twins, weights, scales = (np.zeros((2, 64, 64), np.uint8), np.zeros((64, 64), BF16),
                               np.ones((1, 4), np.float32))
@@ -487,11 +402,11 @@ def test_barriers_of_others(folder):
              weights, weights, 64, 64, 64),
             (in_fp8, ("store_turned", 1), "transpose_fp8", 1, *twins, 64, 64, 64)):
         [mutant] = (m for m in mutants.barriers(every=True)
-                    if (m.where, int(m.kind.split()[1])) == barrier)
+                    if (m.where, int(m.what.split()[1])) == barrier)
         device.launch(name, *arguments)
         device.library.races_ignore(mutant.file.encode(), mutants.line_of(mutant))
         found = refusal(device.launch, name, *arguments)
-        check(f"{name}: {mutant.where}, {mutant.kind}", found and "has a race" in found, found)
+        check(f"{name}: {mutant.where}, {mutant.what}", found and "has a race" in found, found)
 
 
 def without_barrier(device, ladder, sizes, mutant):

@@ -18,10 +18,10 @@ from dev.features.checkpoints.resume import load_state
 from dev.features.data_loader import FilesLoader
 from dev.llama3.train_llama3 import Llama3
 from dev.tests.checks import EXACT, FIXTURES, TINY, TOP, check
-from dev.tests.jobs import (BRIEF, POISONED, SMALL, at_call, begin, bytes_of, counts_of, data_files,
-                            done_steps, end, same, train, wrapped)
+from dev.tests.jobs import (BRIEF, POISONED, SMALL, at_call, begin, counts_of, data_files, end,
+                            train, wrapped)
 from dev.tests.models import device_of
-from dev.tests.trainings import LLAMA
+from dev.tests.trainings import LLAMA, check_same, done_steps
 
 TIED = FIXTURES / "llama_tied.bin"
 
@@ -181,8 +181,7 @@ def test_signals(device_name, folder):
             wish = values.reshape(-1)
             yield f"{name} of the model, and rounded from the states", found, wish, EXACT
     train(device_name, count, folder, output, *flags, "-n", 6, "-y", 1, **llama)
-    same("after SIGTERM to rank 1, resumed", bytes_of(output, count, 6),
-         bytes_of(folder / "whole", count, 6))
+    check_same("after SIGTERM to rank 1, resumed", output, folder / "whole", 6, count)
 
 
 def test_not_finite(device_name, folder):

@@ -32,12 +32,12 @@ from dev.features.sample import generate
 from dev.features.tokenizer import decode
 from dev.lab.kernels.adamw import halves
 from dev.tests.checks import EXACT, FIXTURES, TINY, check
-from dev.tests.jobs import (BRIEF, COUNTS, POISONED, SMALL, begin, begun, bytes_of, close,
-                            counts_of, curve, data_files, done_steps, end, one_speaks, ranks_of,
-                            same, train, wrapped)
+from dev.tests.jobs import (BRIEF, COUNTS, POISONED, SMALL, begin, begun, close, counts_of, curve,
+                            data_files, end, one_speaks, ranks_of, train, wrapped)
 from dev.tests.models import device_of, model_class
 from dev.tests.states import TENSORS, Walk, place_of, read_state
-from dev.tests.trainings import LLAMA, TRAINER, file_of, random_examples, without
+from dev.tests.trainings import (LLAMA, TRAINER, check_resumed, check_same, done_steps, file_of,
+                                 random_examples, without)
 from train_gpt2 import BF16, coins, to_float
 
 CASTS = "gradient_to_wire", "gradient_from_wire"
@@ -341,10 +341,10 @@ def test_saved_runs(device_name, folder):
             for i, what in enumerate("mv"):
                 yield f"{name}: {what} of one process", sets[i], numbers[i], 1e-5
         else:
-            again = without(whole, folder / f"{whole.name} again", 6)
-            text = train(device_name, count, folder, again, *flags, "-z", zero, "--shuffle",
-                         shuffle, "-y", 1)
-            same(f"{name}, resumed", bytes_of(again, count, 6), bytes_of(whole, count, 6))
+            more = *flags, "-z", zero, "--shuffle", shuffle, "-y", 1
+            _, text = check_resumed(
+                name, whole, 6, ranks=count, go_on=lambda copy, count=count, more=more: train(
+                    device_name, count, folder, copy, *more))
             warnings = [line for line in re.findall("WARNING.*", text)
                         if not re.search("tiktoken|token ids", line)]
             check(f"{name}, resumed: without a warning", not warnings, warnings)
@@ -430,7 +430,6 @@ def test_killed_ranks(device_name, folder, kills):
     output, killed = folder / "killed", 0
     text = train(device_name, count, folder, folder / "whole", *BRIEF, *flags)
     assert steps in done_steps(folder / "whole"), f"mpirun's status is 0, but: {text[-700:]}"
-    expected = bytes_of(folder / "whole", count, steps)
     output.mkdir()
     (output / "ranks_0123456789ab").touch()  # of a job that was killed before its ranks had met
     while killed < kills:
@@ -451,11 +450,11 @@ def test_killed_ranks(device_name, folder, kills):
         # The exit status does not say so: mpirun's is 0, too, if the other rank cannot start MPI
         # after the kill.
         if steps in whole_ones(output, count, 1):
-            same(f"after {killed} kills", bytes_of(output, count, steps), expected)
+            check_same(f"after {killed} kills", output, folder / "whole", steps, count)
             shutil.rmtree(output)
     text = train(device_name, count, folder, output, *BRIEF, *flags, "-y", 1)
     assert steps in done_steps(output), f"mpirun's status is 0, but: {text[-700:]}"
-    same(f"after {killed} kills", bytes_of(output, count, steps), expected)
+    check_same(f"after {killed} kills", output, folder / "whole", steps, count)
     check("after kills: the newest two are left",
           whole_ones(output, count, 1) == [steps - 1, steps])
     left = sorted(path.name for path in output.iterdir()

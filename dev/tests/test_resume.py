@@ -26,8 +26,8 @@ from dev.features.data_loader import FilesLoader
 from dev.lab.kernels.adamw import halves
 from dev.tests.checks import EXACT, FIXTURES, TINY, check, check_refusal, fast
 from dev.tests.states import Walk, parse_state, place_of, read_state
-from dev.tests.trainings import (LLAMA, NUMBERS, bytes_of, call, check_resumed, place_of as place,
-                                 train, trained, without)
+from dev.tests.trainings import (LLAMA, NUMBERS, check_resumed, place_of as place, train, trained,
+                                 without)
 
 pytestmark = pytest.mark.usefixtures("token_data")
 
@@ -56,12 +56,6 @@ def test_state_files(device_name, folder):
 def test_resumed_runs(device_name, folder):
     """A run that resumes ends with the same bytes as one that never stopped, GPT-2's and Llama
     3's."""
-    def again(name, *flags):
-        """Train on in a copy of a run's folder without the checkpoint of step 12: (the copy, what
-        is printed)."""
-        copy = without(folder / name, folder / f"{name} {len([*folder.iterdir()])}", 12)
-        return copy, train(device_name, folder, copy, *flags, "-y", 1)
-
     for name, flags, keywords in (
             ("fp32", ("--dtype", "fp32"), {}), ("bf16", ("--dtype", "bf16"), {}),
             ("in order", ("--shuffle", 0), {}),
@@ -73,34 +67,32 @@ def test_resumed_runs(device_name, folder):
              dict(trainer=LLAMA, model=FIXTURES / "llama_tied.bin"))):
         train(device_name, folder, folder / name, *flags, "-n", 7, **keywords)
         _, text = check_resumed(
-            name, folder / name, lambda copy, flags=flags, keywords=keywords: train(
-                device_name, folder, copy, *flags, "-n", 7, "-y", 1, **keywords), 12)
+            name, folder / name, 12, go_on=lambda copy, flags=flags, keywords=keywords: train(
+                device_name, folder, copy, *flags, "-n", 7, "-y", 1, **keywords))
         ok = "after step 7" in text and "step    8/" in text and "step    7" not in text
         check(f"{name} resumed: it says so", ok, text[-300:] * (not ok))
-    _, (status, _, error) = check_resumed("by its notes", folder / "fp32", lambda copy: call(
-        "--device", place(device_name), "-o", copy, "-y", 1), 12)
-    check("by its notes: status", status == 0, error)
+    check_resumed("by its notes", folder / "fp32", 12, device=place(device_name))
 
     _, data, at = parse_state(folder / "bf16 moments/state_00000012_00000.bin")
     m, v, master = np.frombuffer(data[at : at + 12 * NUMBERS], "<u4").reshape(3, NUMBERS)
     check("bf16 moments: exact in fp32",
           not ((m | v) & 0xFFFF).any() and (m != 0).mean() > 0.5 < (v != 0).mean())
     check("bf16 moments: parameters are not rounded", (master & 0xFFFF).any())
-    copy, text = again("bf16 moments", "--dtype", "fp32", "--moments", "fp32", "-n", 7)
-    check("moments of another type: a warning",
-          "WARNING: --moments was bf16 until step 7, and is fp32 from" in text)
-    check("moments of another type: other bits",
-          bytes_of(copy, 12) != bytes_of(folder / "bf16 moments", 12))
-    _, text = again("bf16 moments", "--dtype", "fp32", "--moments", "bf16", "--seed", 5, "-n", 7)
-    check("moments rounded by another seed: a warning",
-          "WARNING: --seed was 42 until step 7, and is 5 from" in text)
+    for flag, was, value in (("--moments", "bf16", "fp32"), ("--seed", 42, 5)):
+        copy = without(folder / "bf16 moments", folder / f"another {flag}", 12)
+        text = trained(copy, "-y", 1, flag, value, device=place(device_name))
+        check(f"another {flag}: a warning",
+              f"WARNING: {flag} was {was} until step 7, and is {value} from" in text, text)
+        parameters = [(run / "model_00000012.bin").read_bytes()
+                      for run in (copy, folder / "bf16 moments")]
+        check(f"another {flag}: other bits", parameters[0] != parameters[1])
 
     # After 11 it is in file 1, after 22 in file 2.
     flags = "--shuffle", 0, "-x", 26, "-n", 11, "--dtype", "fp32"
     train(device_name, folder, folder / "files", *flags)
     for gone in ((26,), (22, 26)):
-        check_resumed("files in order", folder / "files", lambda copy: train(
-            device_name, folder, copy, *flags, "-y", 1), *gone)
+        check_resumed("files in order", folder / "files", *gone, go_on=lambda copy: train(
+            device_name, folder, copy, *flags, "-y", 1))
 
 
 def test_states_of_others(device_name, folder):
@@ -135,8 +127,8 @@ def test_states_of_others(device_name, folder):
         whole, flags = folder / dtype, ("--dtype", dtype, "-n", 7)
         if not whole.exists():
             train(device_name, folder, whole, *flags)
-        _, text = check_resumed(name, whole, lambda copy, flags=flags: train(
-            device_name, folder, copy, *flags, "-y", 1), 12, change=change)
+        _, text = check_resumed(name, whole, 12, change=change, go_on=lambda copy, flags=flags: (
+            train(device_name, folder, copy, *flags, "-y", 1)))
         check(f"{name}: a warning without json",
               ("WARNING: there is no" in text) == (change == llmc), text[:300])
 
@@ -154,13 +146,12 @@ def test_outliers(device_name, folder):
                        r"tokens \d+ to", text)
     check("outliers: large gradients and the place in the data are named", report,
           text[-300:] * (not report))
-    for name, notes in (("again", True), ("without their windows", False)):
-        copy = without(whole, folder / name, 140)
-        if not notes:
-            (copy / "run_00000133.json").unlink()
-        train(device_name, folder, copy, *flags, "-y", 1)
-        check(f"outliers {name}: {'the same' if notes else 'another'} run",
-              (bytes_of(copy, 140) == bytes_of(whole, 140)) == notes)
+    check_resumed("outliers", whole, 140, device=place(device_name))
+    copy = without(whole, folder / "without their windows", 140)
+    (copy / "run_00000133.json").unlink()
+    train(device_name, folder, copy, *flags, "-y", 1)
+    check("outliers without their windows: another run", (copy / "main.log").read_bytes() !=
+          (whole / "main.log").read_bytes())
 
 
 def test_kept_checkpoints(device_name, folder):

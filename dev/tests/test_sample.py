@@ -4,6 +4,7 @@ with.
 """
 import contextlib
 import io
+import itertools
 import os
 import re
 from types import SimpleNamespace
@@ -41,35 +42,44 @@ class Listed:
         return self.logits[tokens[-1]]
 
 
-def drawn_by_formula(logits, coin, temperature, top_k):
-    """The first word whose cumulative probability is above the coin, in float64. Words outside of
-    top_k have the probability 0. None if the coin is too close to a boundary to tell."""
-    logits = np.float64(logits)
-    left = [i for i in range(len(logits)) if sum((logits > logits[i]) | (logits == logits[i])
-            # Fewer than top_k words rank above it.
-            & (np.arange(len(logits)) < i)) < (top_k or len(logits))]
-    weights = np.array([np.exp((logits[i] - logits.max()) / temperature) * (i in left)
-                        for i in range(len(logits))])
-    cdf = np.cumsum(weights) / weights.sum()
-    return None if min(abs(cdf - coin)) < 1e-5 else next(i for i in range(len(cdf))
-                                                         if cdf[i] > coin)
+def drawn_by_hand(logits, coin, temperature, top_k, top_p):
+    """The word that a coin draws, in float64: words from the likeliest to the least, the first of
+    equals before the others, are kept until they have the share top_p of top_k's probability. None
+    if a rounding could decide."""
+    weights = np.exp((np.float64(logits) - logits.max()) / temperature)
+    ranked = sorted(range(len(logits)), key=lambda i: (-logits[i], i))[: top_k or None]
+    total, kept, close = sum(weights[i] for i in ranked), [], False
+    for i in ranked if top_p < 1 else ():
+        share = sum(weights[j] for j in kept) / total
+        close |= bool(kept) and abs(share - top_p) < 1e-6
+        if share >= top_p:
+            break
+        kept.append(i)
+    kept = sorted(kept if top_p < 1 else ranked)
+    cdf = np.cumsum(weights[kept]) / weights[kept].sum()
+    close |= min(abs(cdf - coin)) < 1e-5
+    return None if close else kept[int(np.argmax(cdf > coin))]
+
+
+def check_drawn(temperatures, top_ks, top_ps, count, least):
+    """Check choose() for random logits, with so many coins, at least some of which tell."""
+    rng = np.random.default_rng(3)
+    for settings in itertools.product(temperatures, top_ks, top_ps):
+        wrong = tried = 0
+        for row, coin in enumerate(first_coins(count)):
+            logits = np.float32(rng.normal(0, 2, 37) if row % 2 else rng.integers(-2, 3, 37))
+            wish = drawn_by_hand(logits, coin, *settings)
+            tried += wish is not None
+            wrong += wish is not None and choose(logits, coin, *settings) != wish
+        check(f"temperature, top_k and top_p {settings}", wrong == 0 and tried >= least,
+              f"{wrong} of {tried} differ")
 
 
 @fast
 def test_formula():
     """Temperatures and top-k for random logits, with the same coins; in some rows many logits are
     equal."""
-    rng = np.random.default_rng(3)
-    for temperature in (0.2, 0.8, 1, 3):
-        for top_k in (0, 1, 2, 5, 36, 37, 50):
-            wrong = tried = 0
-            for row, coin in enumerate(first_coins(120)):
-                logits = np.float32(rng.normal(0, 2, 37) if row % 2 else rng.integers(-2, 3, 37))
-                wish = drawn_by_formula(logits, coin, temperature, top_k)
-                tried += wish is not None
-                wrong += wish is not None and choose(logits, coin, temperature, top_k) != wish
-            check(f"temperature {temperature}, top_k {top_k}", wrong == 0 and tried > 100,
-                  f"{wrong} of {tried} differ")
+    check_drawn((0.2, 0.8, 1, 3), (0, 1, 2, 5, 36, 37, 50), (1,), count=120, least=101)
     logits = np.float32((0.5, 2, 2, -1, 2))
     for coin in (0, 0.5, np.float32(1 - 2**-24)):
         coin = np.float32(coin)

@@ -23,9 +23,9 @@ from dev.tests.test_gelu_products import class_on_gpu, noting
 from train_gpt2 import UserError, to_float
 
 
-def small_device(sources=swiglu_products.SOURCES, flags=AS_HOPPER):
+def small_device(flags=AS_HOPPER):
     """A CPU with the kernels alone, as on Hopper."""
-    return on_hopper(Emulated, "bf16", Config(C=768, NH=12), sources, flags=flags,
+    return on_hopper(Emulated, "bf16", Config(C=768, NH=12), swiglu_products.SOURCES, flags=flags,
                      only=hopper.SWIGLU_KERNELS)
 
 
@@ -94,11 +94,11 @@ def whole(device, text="M=2400,C=128,H=320"):
     return next((what for what, error, limit in found if not error <= limit), "")
 
 
-def wrong(sources=swiglu_products.SOURCES, race=False):
-    """The first wrong result of these sources, or what a CPU says, or "". race: look for races."""
+def wrong(race=False):
+    """The first wrong result, or what a CPU says, or "". race: look for races."""
     if race:
-        return whole(small_device(sources, f"{AS_HOPPER} {races.FLAG}"), "M=150,C=64,H=64")
-    return whole(small_device(sources))
+        return whole(small_device(f"{AS_HOPPER} {races.FLAG}"), "M=150,C=64,H=64")
+    return whole(small_device())
 
 
 def test_training():

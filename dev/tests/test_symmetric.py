@@ -22,10 +22,10 @@ from dev.tests.test_muon import KERNELS, hurtful, orthogonalize_on, orthogonaliz
 from train_gpt2 import BF16, UserError, to_float
 
 
-def small_device(sources=symmetric.SOURCES, flags=AS_HOPPER):
+def small_device(flags=AS_HOPPER):
     """A CPU with the kernels and Muon's, as on Hopper."""
     return on_hopper(stack(Emulated, [hopper.AnySide, muon.BatchOnCpu]), "bf16",
-                     Config(C=768, NH=12), [*sources, muon.SOURCE], flags=flags,
+                     Config(C=768, NH=12), [*symmetric.SOURCES, muon.SOURCE], flags=flags,
                      only={*KERNELS, *hopper.SYMMETRIC_KERNELS})
 
 
@@ -162,9 +162,9 @@ SIZES = "n=3,rows=392,columns=136", "n=3,rows=264,columns=264"
 RACES = "n=1,rows=136,columns=64", "n=1,rows=16,columns=136", "n=2,rows=136,columns=136"
 
 
-def wrong(sources=symmetric.SOURCES, race=False):
-    """The first wrong result of these sources, or what a CPU says, or "". race: look for races."""
-    device = small_device(sources, f"{AS_HOPPER} {races.FLAG}" if race else AS_HOPPER)
+def wrong(race=False):
+    """The first wrong result, or what a CPU says, or "". race: look for races."""
+    device = small_device(f"{AS_HOPPER} {races.FLAG}" if race else AS_HOPPER)
     for text in RACES if race else SIZES:
         a = hopper.drawn_matrices(device, **parse_sizes(text))
         try:

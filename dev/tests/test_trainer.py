@@ -304,4 +304,5 @@ def test_three_steps_and_a_resume(folder):
     losses = re.findall(r"^step +\d+/6 \| loss (\S+) ", text, re.M)
     check("six steps", not error and len(losses) == 6 and
           all(0 < float(loss) < 7 for loss in losses), error or losses)
-    check_resumed("six steps", folder / "six", lambda copy: train(*flags, "-o", copy, "-y", 1), 6)
+    check_resumed("six steps", folder / "six", 6,
+                  go_on=lambda copy: train(*flags, "-o", copy, "-y", 1))

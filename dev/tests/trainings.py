@@ -25,9 +25,8 @@ NUMBERS = sum(row.size for row in Config.from_file(TINY).parameter_table())
 
 def two_token_files(folder):
     """Write two token files, one of them too short."""
-    with contextlib.redirect_stdout(None):
-        write_tokens(folder / "tokens.bin", words(257, 200))
-        write_tokens(folder / "short.bin", words(257, 16))
+    write_tokens(folder / "tokens.bin", words(257, 200))
+    write_tokens(folder / "short.bin", words(257, 16))
 
 
 def place_of(device_name):
@@ -48,10 +47,9 @@ def command(device_name, folder, output, *flags, trainer=TRAINER, model=TINY):
 
 def token_files(folder):
     """Write three files of training data, the last the shortest, and one to validate on."""
-    with contextlib.redirect_stdout(None):
-        for i, count in enumerate((333, 300, 170)):
-            write_tokens(folder / f"part_train_{i}.bin", words(257, count))
-        write_tokens(folder / "part_val_0.bin", words(257, 100))
+    for i, count in enumerate((333, 300, 170)):
+        write_tokens(folder / f"part_train_{i}.bin", words(257, count))
+    write_tokens(folder / "part_val_0.bin", words(257, 100))
 
 
 def call(*arguments, program=TRAINER):
@@ -130,24 +128,24 @@ def same_bits(device_name, folder, program, model, kind, dtypes, *ways):
         yield (name, *(numbers_of(read_parameters(result(x), c)) for x in (name, "fp32_1")), 5e-4)
 
 
-def bytes_of(output, step):
-    """{name: bytes} of those files of a run that must not depend on where it stopped."""
-    return {name: (output / name).read_bytes() for name in (
-        f"model_{step:08d}.bin", f"state_{step:08d}_00000.bin", "main.log")}
+def check_same(name, output, whole, step, ranks=1):
+    """Check that those files of a run that must not depend on where it stopped are another's."""
+    states = (f"state_{step:08d}_{rank:05d}.bin" for rank in range(ranks))
+    for file in (f"model_{step:08d}.bin", "main.log", *states):
+        found, wish = ((folder / file).read_bytes() for folder in (output, whole))
+        check(f"{name}: {file} is that of a run without a stop", found == wish,
+              f"{len(found)} bytes, {len(wish)} expected, or others" * (found != wish))
 
 
-def same(found, expected, what):
-    for name, wish in expected.items():
-        differ = ("" if found[name] == wish else
-                  f"{len(found[name])} bytes, {len(wish)} expected, or others")
-        check(f"{what}: {name} is that of a run without a stop", not differ, differ)
+def done_steps(output):
+    """The steps of the checkpoints that DONE files promise."""
+    return sorted(int(path.name[5:]) for path in output.glob("DONE_????????"))
 
 
 def whole_ones(output):
     """The steps that DONE files name. Checks that the files of these checkpoints are there and of
     the right sizes."""
-    steps = sorted(int(path.name[5:]) for path in output.glob("DONE_????????"))
-    for step in steps:
+    for step in (steps := done_steps(output)):
         model, state = ((output / f"{name}_{step:08d}{end}").stat().st_size
                         for name, end in (("model", ".bin"), ("state", "_00000.bin")))
         good = (model in (1024 + 2 * NUMBERS, 1024 + 4 * NUMBERS) and
@@ -166,16 +164,37 @@ def without(output, copy, *steps):
     return copy
 
 
-def check_resumed(name, whole, train, *steps, change=None):
-    """Stop and resume: train(copy) goes on with a run in a copy of its folder that lacks the
-    checkpoints of these steps (the last of them is the run's), and ends with the same bytes.
-    change(copy) comes before. Returns the copy, and what train returns."""
+def check_resumed(name, whole, *steps, go_on=None, change=None, ranks=1, **more):
+    """Stop and resume: go_on(copy), or the trainer with -y 1 alone, goes on with a run in a copy of
+    its folder that lacks the checkpoints of these steps (the last of them is the run's), and ends
+    with the same bytes. change(copy) comes before. Returns the copy, and what go_on returns."""
     copy = without(whole, whole.with_name(f"{name} without {' '.join(map(str, steps))}"), *steps)
     if change:
         change(copy)
-    said = train(copy)
-    same(bytes_of(copy, steps[-1]), bytes_of(whole, steps[-1]), f"{name} resumed")
+    said = go_on(copy) if go_on else trained(copy, "-y", 1, **more)
+    check_same(f"{name} resumed", copy, whole, steps[-1], ranks)
     return copy, said
+
+
+def check_feature(device_name, folder, name, feature, *flags, **more):
+    """A run with the flags of a feature that changes the loss: stopped, it resumes with them, from
+    its folder. Without them, the first step has another loss, and the validation before it the
+    same. Returns the run's folder, and losses: of the run, without the flags, with them again, and
+    with another seed."""
+    token_files(folder)
+    more, whole = more | dict(device=place_of(device_name)), folder / name
+    flags = "-t", 32, "-d", 128, "-v", 3, "-m", 1, *flags
+    said = [trained(whole, *flags, "-x", 4, "-n", 2, *feature, **more)]
+    _, again = check_resumed(name, whole, 4, **more)
+    check(f"{name}: no warning of another flag", feature[0] not in again, again)
+    said += [trained(folder / f"{name} {i}", *flags, "-x", 1, *given, **more)
+             for i, given in enumerate(((), feature, (*feature, "--seed", 43)))]
+    validations, losses = ([re.search(pattern, text, re.M)[1] for text in said] for pattern in (
+        r"^val loss (\S+)", r"^step    1/.*? loss (\S+)"))
+    check(f"{name}: the same validation before the first step", len({*validations}) == 1,
+          validations)
+    check(f"{name}: another loss of the first step", losses[0] == losses[2] != losses[1], losses)
+    return whole, losses
 
 
 # ---- HellaSwag's questions, and their file: dev/features/hellaswag_score.py describes it
