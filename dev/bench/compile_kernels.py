@@ -37,6 +37,7 @@ from dev.features.fp8.fp8 import OUTPUT as FP8_OUTPUT, SOURCE as FP8
 from dev.features.fp8.fp8_gelu import SOURCES as FP8_GELU
 from dev.features.fused_biases import OUTPUT, SOURCE as FUSED, FusedBiases, output_switches
 from dev.features.hopper.attention_five import FiveProducts, SOURCES as FIVE
+from dev.features.hopper.attention_pipeline import SOURCES as PIPELINE
 from dev.features.hopper.gelu_products import SOURCES as GELU
 from dev.features.hopper.swiglu_products import SOURCES as SWIGLU
 from dev.features.hopper.symmetric import SOURCES as SYMMETRIC
@@ -59,7 +60,7 @@ CAPABILITIES = {f"sm_{digits(capability)}": capability for capability in GPUS}
 LLAMA = Config3.SOURCES[-1]
 DTYPES = {"fp32": ["-DFP32"], "tf32": ["-DTF32"], "bf16": ["-DBF16"],
           "fp8": ["-DBF16", *output_switches(FP8_OUTPUT)]}
-TURNS = [*GELU, SWIGLU[-1], SYMMETRIC[-1]]
+TURNS = [*GELU, SWIGLU[-1], SYMMETRIC[-1], PIPELINE[-1]]
 FEATURES = [LLAMA, *(path for path in SOURCES
                      if path not in (FP8, *FP8_GELU, *FIVE, *TURNS))]
 LAB = [TOP / "dev/lab/tiles.cu", *sorted((TOP / "dev/lab/kernels").glob("*.cu"))]

@@ -52,7 +52,7 @@ OUTPUT_LIKE = {"residual_layernorm_forward": "copy", "layernorm_backward": "dout
 OWN_PRODUCTS = {"matmul_gelu": "GELU", "matmul_dgelu": "GELU's gradient",
                 "matmul_gelu_fp8": "GELU's twins", "matmul_dgelu_fp8": "its gradient's twins"}
 PRODUCTS = {"attention_forward": 2, "attention_backward_q": 3, "attention_backward_kv": 4,
-            "attention_backward_five": 5}
+            "attention_backward_five": 5, "attention_forward_pipeline": 2}
 
 
 class Recording:

@@ -659,18 +659,20 @@ struct Weights {
 };
 
 // A number that a phase hands to the next is a word: fp32 and a date, which grows from phase to
-// phase and from launch to launch. It begins anew after a million launches, when no word is left
-// that is so old. They arrive together, so a block reads the words that it needs until they have
-// the date. If blocks counted who has come instead, they would wait for a fence, for the count, and
-// only then for the numbers. A phase that is launched alone finds all in place.
+// phase and from launch to launch. It has 31 bits, behind a 1, since words begin as zeros. So dates
+// begin anew after 138,000 launches with 48 layers, when no word is left that is so old. They
+// arrive together, so a block reads the words that it needs until they have the date. If blocks
+// counted who has come instead, they would wait for a fence, for the count, and only then for the
+// numbers. A phase that is launched alone finds all in place.
 struct Dates {
     unsigned first;  // of the phases of this pass
     unsigned mask;   // 0: do not look
+    __device__ unsigned of(int phase) const { return first + phase | 1u << 31; }
     __device__ bool late(Total word, int phase) const {
-        return ((unsigned)(word >> 32) ^ first + phase) & mask;
+        return ((unsigned)(word >> 32) ^ of(phase)) & mask;
     }
     __device__ void hand(Total* to, float x, int phase) const {
-        send(to, (Total)(first + phase) << 32 | __float_as_uint(x));
+        send(to, (Total)of(phase) << 32 | __float_as_uint(x));
     }
 };
 __device__ float number_of(Total word) { return __uint_as_float((unsigned)word); }
@@ -822,9 +824,8 @@ __device__ void prefetch_all(const real* numbers, int size, int thread) {
 //
 // Phases from..to-1 run: all, or one. If the likeliest tokens are drawn, it makes several passes,
 // so that the weights of the next one are on their way, too: each block tells the others its
-// candidates, and each chooses. All blocks must be on the GPU at once, since they wait for
-// each other: it has room for them, but two passes at once, of two processes under MPS, could wait
-// for ever. On a CPU there may be only one if there are several phases. No block is so far ahead
+// candidates, and each chooses. All blocks must be on the GPU at once, since they wait for each
+// other: it has room for them, and a cooperative launch is an error if not. On a CPU there may be only one if there are several phases. No block is so far ahead
 // that it overwrites what another still reads: each number of a phase depends on all of those
 // before, and each block has rows of a layer's weights. But a block without a row of a product does
 // not wait for what it multiplies, which may be overwritten then.
@@ -860,8 +861,7 @@ __device__ void run_phases(const TokenPass& p, int from, int to, int passes, flo
     };
     int first = first_row(p, products_before(from));  // of this warp, of the next product
     Weights weights((real*)ring, products, products_before(from), count, passes, first);
-    // Each block counts its end, so the quotient stays the same until all have ended. Words begin
-    // as zeros, which is no date.
+    // Each block counts its end, so the quotient stays the same until all have ended.
     unsigned launches = receive(p.ended) / gridDim.x;
     Dates dates{launches * PASSES * (phases + 1) + 1, to - from > 1 ? ~0u : 0};
     constexpr int N = R == 1 && CHANNELS == Weights::SLOT ? 2 : 1;  // rows at once, in registers

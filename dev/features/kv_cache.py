@@ -106,6 +106,16 @@ def batches_of(coins, count):
         steps = min(2 * steps, AHEAD)
 
 
+def launch_together(device, name, blocks, *args, threads, shared):
+    """As Cuda.launch, but cooperative: an error, if not all blocks are on the GPU at once. They
+    wait for each other, so a launch without that could hang."""
+    function = device.functions[name]
+    device.last_kernel = name
+    function.max_dynamic_shared_size_bytes = shared
+    grid = device.kernels[name].configure(blocks, args, device.W, threads)
+    function.kernel(*grid, shared_mem=shared, enable_cooperative_groups=True)
+
+
 class Cached:
     """A model that keeps keys and values of the texts that it goes on from."""
     ACTIVATION = GELU
@@ -270,10 +280,12 @@ class Cached:
         self.device.zero(cache.at)
         self.reach(max(map(len, texts)) - 1 + steps)
         if self.in_one and self.now.few and settings[0] == 0:
-            self.repeat((B, steps), lambda: self.run_phases(0, 2 + PHASES * self.config.L, steps))
+            self.repeat(("passes", B, steps),
+                        lambda: self.run_phases(0, 2 + PHASES * self.config.L, steps))
             return
         for _ in range(steps):
-            self.repeat((B, self.now.span, *settings), lambda: self.pass_and_draw(*settings))
+            self.repeat(("draw", B, self.now.span, *settings),
+                        lambda: self.pass_and_draw(*settings))
 
     def pass_and_draw(self, *settings):
         """A token's pass, and the draw of the next token."""
@@ -292,7 +304,7 @@ class Cached:
         """The logits (B,V) of the tokens that follow B texts, lists of 1 to T ids. B is at most
         `rows`."""
         self.fill_all(texts)
-        self.repeat((len(texts), self.now.span), self.pass_of_token)
+        self.repeat(("pass", len(texts), self.now.span), self.pass_of_token)
         for row, tokens in enumerate(texts):
             self.held[row] = list(tokens)
         return to_float(self.device.get(self.now.logits))[:, : self.config.V]
@@ -352,12 +364,13 @@ class Cached:
         head. If `drawn` is not 0, all of them so many times: each pass draws the likeliest tokens,
         which the next one begins with."""
         device = self.device
-        blocks = self.blocks_on_cpu
-        if device.name == "cuda":
-            blocks = min(device.multiprocessors, BLOCKS)
         kernel = "token_pass_alone" if self.now.count == 1 else "token_pass"
-        device.launch(kernel, blocks, self.describe_pass(self.cache.drawn if drawn else None),
-                      first, end, max(drawn, 1), threads=THREADS, shared=self.shared)
+        args = (self.describe_pass(self.cache.drawn if drawn else None), first, end, max(drawn, 1))
+        if device.name == "cuda":
+            launch_together(device, kernel, min(device.multiprocessors, BLOCKS), *args,
+                            threads=THREADS, shared=self.shared)
+        else:
+            device.launch(kernel, self.blocks_on_cpu, *args, threads=THREADS, shared=self.shared)
 
     def describe_pass(self, drawn):
         """The struct TokenPass, for CuPy one number, passed by value."""

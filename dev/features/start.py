@@ -46,6 +46,19 @@ class Timed:
         says.cancel()
 
 
+class Awaited(dict):
+    """The functions of kernels. Who asks for one that is missing waits for `later`, their Future."""
+
+    def __init__(self, functions, later):
+        super().__init__(functions)
+        self.later = later
+
+    def __missing__(self, name):
+        found = self.later.result()
+        self.update(found)
+        return found[name]
+
+
 class SamplesLater:
     """A mixin in front of Cuda: kv_cache.cu is compiled beside the rest, and awaited by the first
     launch of its kernels."""
@@ -57,9 +70,10 @@ class SamplesLater:
     def compile(self, sources):
         self.sources.remove(kv_cache.SOURCE)
         self.awaited = read_kernels([kv_cache.SOURCE])
-        self.later = ThreadPoolExecutor(1).submit(self.compile_samples)
+        later = ThreadPoolExecutor(1).submit(self.compile_samples)
         super().compile(sources)
         self.kernels |= self.awaited
+        self.functions = Awaited(self.functions, later)
 
     def compile_samples(self):
         """{name: function} of the kernels of samples."""
@@ -69,11 +83,6 @@ class SamplesLater:
             return {name: module.get_function(name) for name in self.awaited}
         except self.cupy.cuda.compiler.CompileException as e:
             raise UserError(f"NVRTC could not compile {kv_cache.SOURCE.name}:\n{e}") from None
-
-    def launch(self, name, items, *args, **sizes):
-        if name in self.awaited and name not in self.functions:
-            self.functions |= self.later.result()
-        super().launch(name, items, *args, **sizes)
 
 
 class Told:

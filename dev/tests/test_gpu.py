@@ -344,8 +344,8 @@ def test_files_of_a_run(device_name, folder):
         check(f"each kernel is compiled: {model} {gpu} {dtype} {' '.join(more)}",
               found and not missing, missing)
         files |= {path.name for path in sources}
-    wish = {"kernels.cu", "llama3.cu", "hopper.cuh", "attention_five.cu", "gelu_products.cu",
-            "fp8.cu", "fp8_gelu.cu", "moments.cu",
+    wish = {"kernels.cu", "llama3.cu", "hopper.cuh", "attention_five.cu",
+            "attention_pipeline.cu", "gelu_products.cu", "fp8.cu", "fp8_gelu.cu", "moments.cu",
             "ema.cu", "outliers.cu", "label_smoothing.cu", "fused_biases.cu", "dropout.cu",
             "masked.cu", "kv_cache.cu", "turns.cuh", "muon.cu", "symmetric.cu",
             "swiglu_products.cu"}

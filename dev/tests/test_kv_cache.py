@@ -319,6 +319,35 @@ def test_interrupted(device_name):
     check("no graphs", model.token_graphs == {}, model.token_graphs)
 
 
+def test_recordings():
+    """With T = 1 a pass, and passes that draw tokens, are recorded apart."""
+    model, _ = models("cpu", "fp32", GPT2, 1)
+    keys, model.in_one, model.run_phases = [], True, lambda *args: None
+    model.repeat = lambda key, work: keys.append(key)
+    model.next_logits([1])
+    model.draw(np.zeros((1, 1), np.float32), [[1]], (0, 0))
+    check("two keys", len(set(keys)) == 2, keys)
+
+
+def test_dates():
+    """Where dates begin anew, no word gets that of words that were never written, 0."""
+    model, _ = models("emulated", "bf16", GPT2, 60)
+    device, cache, phases = model.device, model.cache, 2 + PHASES * model.config.L
+    # Later, in the last pass, the date of the last layer's qkv would be 3 * 2^32
+    passes = (3 * 2**32 - 1 - (1 + PHASES * (model.config.L - 1))) / (phases + 1)
+    launches, before = divmod(round(passes), kv_cache.PASSES)
+    drawn = []
+    for ended in (0, launches):
+        device.put(cache.ended, np.array([ended], np.uint64))
+        device.zero(cache.at)
+        model.begin(slice(0, 1), [5], [0])
+        model.run_phases(0, phases, before + 1)
+        drawn.append(device.get(cache.drawn)[: before + 1, 0])
+    yield "the same tokens", drawn[1], drawn[0], EXACT
+    words = device.get(cache.words)
+    check("no date is 0", passes % 1 == 0 and not ((words > 0) & (words < 2**32)).any())
+
+
 # ---- Kernels against formulas
 
 

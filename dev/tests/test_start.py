@@ -42,14 +42,15 @@ class Gpu:
 
     def __init__(self, dtype, c, beside=()):
         self.gpu = mock.Mock()
-        self.sources, self.functions, self.launched = [*c.SOURCES, *beside], {}, []
+        self.sources, self.launched = [*c.SOURCES, *beside], []
         self.compile([train_gpt2.KERNELS])
 
     def compile(self, sources):
         self.kernels = train_gpt2.read_kernels(self.sources)
+        self.functions = dict.fromkeys(self.kernels, "compiled")
 
-    def launch(self, name, items, *args, **sizes):
-        self.launched.append((name, self.functions.get(name)))
+    def launch(self, name):
+        self.launched.append((name, self.functions[name]))
 
 
 @fast
@@ -62,14 +63,14 @@ def test_first_launch_waits():
         failing = stack(Gpu, [start.SamplesLater])("fp32", config, [kv_cache.SOURCE])
     check("the main program is without it", kv_cache.SOURCE not in device.sources)
     check("its kernels are known", {"token_pass", "adamw"} <= device.kernels.keys())
-    device.launch("adamw", 1)
-    running.set_result({"token_pass": "compiled"})
-    device.launch("token_pass", 1)
-    check("launched", device.launched == [("adamw", None), ("token_pass", "compiled")],
+    device.launch("adamw")
+    running.set_result({"token_pass": "compiled later"})
+    device.launch("token_pass")
+    check("launched", device.launched == [("adamw", "compiled"), ("token_pass", "compiled later")],
           device.launched)
-    failing.later = Future()
-    failing.later.set_exception(UserError("NVRTC could not compile kv_cache.cu"))
-    check_refusal("an error", "could not compile kv_cache.cu", failing.launch, "token_pass", 1)
+    failing.functions.later = Future()
+    failing.functions.later.set_exception(UserError("NVRTC could not compile kv_cache.cu"))
+    check_refusal("an error", "could not compile kv_cache.cu", failing.launch, "token_pass")
 
 
 def test_age():

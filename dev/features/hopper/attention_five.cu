@@ -193,30 +193,6 @@ __device__ void multiply_dq(Result<B_c_BACK>& part, const real* dscores, const r
     wgmma_commit();
 }
 
-// store_rows without __syncthreads, in which the third warpgroup has no part. Returns the sums of
-// what this lane stored.
-__device__ Pack<HEAD_PACK> store_own_rows(
-    Output& array, Head head, const Own& own, real* tile, Result<HP>& x) {
-    int in_block = own.warp_first - own.first, lane = threadIdx.x % 32;
-#pragma unroll
-    for (int n = 0; n < HP / 8; n++)
-        each_row([&](Element e) {
-            Pack<2> two = {x[{0, n, e.i}], x[{0, n, e.i + 1}]};
-            store(tile + in_tile(in_block + e.row(), column_of(n, 0)), two);
-        });
-    __syncwarp();
-    Pack<HEAD_PACK> sums = {};
-    int c = lane % HEAD_LANES * HEAD_PACK;
-#pragma unroll
-    for (int r = 0; r < 16; r += 32 / HEAD_LANES) {
-        int row = in_block + r + lane / HEAD_LANES, t = own.first + row;
-        Pack<HEAD_PACK> pack = load<HEAD_PACK>(tile + in_tile(row, c));
-        if (t >= head.T) continue;
-        array.store(head.at(t) + c, pack);
-        sums = sums + pack;
-    }
-    return sums;
-}
 // As store_column_sums, in two parts: between them the block waits.
 constexpr int SHARES = WORKERS / HEAD_LANES;  // of a column's sum
 __device__ void share_column_sums(float* of_share, Pack<HEAD_PACK>& of_lane) {

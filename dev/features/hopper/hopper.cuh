@@ -24,6 +24,11 @@ __device__ void stores_commit() { asm volatile("cp.async.bulk.commit_group;" :::
 __device__ void stores_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 __device__ void stores_arrive() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
+// All threads of a warpgroup wait for each other.
+__device__ void warpgroup_sync(int group) {
+    asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory");
+}
+
 // A warpgroup gives registers back, or takes those that another has given back.
 template <int n>
 __device__ void keep_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(n)); }
@@ -53,6 +58,31 @@ __device__ T forget(T x) { return x; }
 __device__ void warp_arrives(unsigned long long& mbarrier) {
     __syncwarp();
     if (threadIdx.x % 32 == 0) mbarrier_arrive(mbarrier);
+}
+
+// attention's store_rows without __syncthreads, in which a warpgroup that loads has no part. Returns
+// the sums of what this lane stored.
+__device__ Pack<HEAD_PACK> store_own_rows(
+    Output& array, Head head, const Own& own, real* tile, Result<HP>& x) {
+    int in_block = own.warp_first - own.first, lane = threadIdx.x % 32;
+#pragma unroll
+    for (int n = 0; n < HP / 8; n++)
+        each_row([&](Element e) {
+            Pack<2> two = {x[{0, n, e.i}], x[{0, n, e.i + 1}]};
+            store(tile + in_tile(in_block + e.row(), column_of(n, 0)), two);
+        });
+    __syncwarp();
+    Pack<HEAD_PACK> sums = {};
+    int c = lane % HEAD_LANES * HEAD_PACK;
+#pragma unroll
+    for (int r = 0; r < 16; r += 32 / HEAD_LANES) {
+        int row = in_block + r + lane / HEAD_LANES, t = own.first + row;
+        Pack<HEAD_PACK> pack = load<HEAD_PACK>(tile + in_tile(row, c));
+        if (t >= head.T) continue;
+        array.store(head.at(t) + c, pack);
+        sums = sums + pack;
+    }
+    return sums;
 }
 #endif
 #endif

@@ -60,7 +60,8 @@ struct Waits {
     unsigned long long full[STAGES<backward>],  // a step's operands have arrived
         empty[STAGES<backward>],                // the blocks of the cluster have multiplied them
         my_turn[2],        // a warpgroup may begin: the other one has all its stages
-        fch_there[RING],   // a box of up and the same of gate have arrived
+        fch_there[2][6],   // a box of up and the same of gate have arrived, one of six of a
+                           // warpgroup's tile
         dfch_there[RING];  // all warps have replaced their part of them by gradients
 };
 
@@ -117,7 +118,7 @@ __device__ void exchange_boxes(real* ring, Waits<true>& waits, const TileMap& df
         if (i < pairs) {
             TileAt at(first + i / 6 * clusters, sizes);
             int row = at.row + i % 6 / 3 * 64, column = at.column + i % 3 * 64;
-            auto& there = waits.fch_there[i % RING];
+            auto& there = waits.fch_there[i / 6 % 2][i % 6];
             if (column < sizes.H) {
                 copy_box(boxes, &fch, column, 0, row, 0, there);
                 copy_box(boxes + BOX, &fch, column + sizes.H, 0, row, 0, there);
@@ -177,10 +178,8 @@ __device__ void finish_backward(const TileResult& x, real* ring, unsigned number
     int row = (first_row_of_warp() + lane % 16) * 64, half = lane / 16, turn = lane % 8;
 #pragma unroll
     for (int b = 0; b < 6; b++, number++) {
-        unsigned slot = number % RING, use = number / RING;
-        // Who waits for a use knows only its parity: so first the use before must be over.
-        if (use > 0) mbarrier_wait(waits.dfch_there[slot], (use - 1) % 2);
-        mbarrier_wait(waits.fch_there[slot], use % 2);
+        unsigned slot = number % RING;
+        mbarrier_wait(waits.fch_there[number / 6 % 2][b], number / 12 % 2);
         real* rows = ring + slot * 2 * BOX + row;
 #pragma unroll
         for (int k = 0; k < 4; k++) {
@@ -218,7 +217,8 @@ __device__ void product_with_swiglu(const TileMap& dfch, real* out, real* out_sw
         for (auto& mbarrier : waits.full) mbarrier_start(mbarrier, 1);
         for (auto& mbarrier : waits.empty) mbarrier_start(mbarrier, 4 * CLUSTER);  // warps
         for (auto& mbarrier : waits.my_turn) mbarrier_start(mbarrier, 4);
-        for (auto& mbarrier : waits.fch_there) mbarrier_start(mbarrier, 1);
+        for (auto& of_group : waits.fch_there)
+            for (auto& mbarrier : of_group) mbarrier_start(mbarrier, 1);
         for (auto& mbarrier : waits.dfch_there) mbarrier_start(mbarrier, 4);
     }
     cluster_sync();

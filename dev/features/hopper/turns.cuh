@@ -50,11 +50,6 @@ __device__ float reciprocal(float x) {  // of infinity it is 0
     return y;
 }
 
-// All threads of a warpgroup wait for each other.
-__device__ void warpgroup_sync(int group) {
-    asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory");
-}
-
 // The opposite of load_matrices: lane i gives the address of row i % 8 of matrix i / 8.
 __device__ void store_matrices(real* row, const Pair (&x)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};"
