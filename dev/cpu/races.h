@@ -364,14 +364,14 @@ QUIET inline bool ignored(int line) {
 QUIET inline void arrives_in(const char* name) { file = name; }
 QUIET inline void all_wait(int line) {
     settle();
-    if (traffic::counting) traffic::all_wait();
+    if (traffic::counting) traffic::all_wait(line);
     if (!place) barrier_file = file ? file : "", barrier_line = line;
     if (!ignored(line)) epoch = ++now;
 }
 // orders: it is a __syncwarp or touches memory for all lanes, and no mere shuffle or vote.
 QUIET inline void warp_meets(unsigned warp, int line, bool orders) {
     settle();
-    if (traffic::counting) traffic::warp_meets(warp);
+    if (traffic::counting) traffic::warp_meets(warp, line);
     if (!orders) shuffled[warp] = ++now;
     else if (!ignored(line)) meeting[warp] = ++now;
 }

@@ -22,7 +22,15 @@ enum Kind { LOAD, STORE, ATOMIC, COPY };  // COPY: asynchronous, from global to 
 struct Request {
     unsigned lanes = 0;  // a mask
     unsigned bytes = 0;  // of a lane
+    unsigned when = 0;   // its place among all requests of the launch, for a trace
     Address at[32];
+};
+
+// A line of a trace: a request, or a barrier of a block or a warp, whose pc is its line. traffic.py has the same layout.
+enum { BLOCK_MEETS = 4, WARP_MEETS };  // kinds, behind those of Kind
+struct Traced {
+    unsigned pc, block, warp, kind, space, bytes, lanes, cost, least, unused;  // space: 0, or of spaces
+    Address at[32];  // addresses; in shared memory from the beginning of the variable
 };
 
 // The request of an instruction that cost most, to be drawn.
@@ -56,6 +64,10 @@ static std::unordered_set<Address> sectors_read, sectors_written;  // the sector
 static Address again_at = 0;  // where the thread again_by repeats an atomic that has failed
 static unsigned again_by;
 static std::string report;
+static bool tracing = false;
+static unsigned clock_of_requests;
+static std::vector<Traced> traced;
+static std::vector<std::string> spaces;  // names of shared variables: number i is space i + 1
 
 QUIET inline unsigned all_lanes(unsigned warp) {
     const unsigned threads = blockDim.x * blockDim.y * blockDim.z;
@@ -110,9 +122,42 @@ QUIET inline size_t sectors_of(const Request& r, bool writes, size_t& least) {
     return sectors;
 }
 
+QUIET inline unsigned running_block() { return blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z); }
+
+QUIET inline void trace(const Site& site, const Request& r) {
+    Traced x = {unsigned(Address(site.pc) - 1 - races::base), running_block(), running_warp, unsigned(site.kind), 0, r.bytes, r.lanes};
+    const races::Region* region = races::region_of(r.at[__builtin_ctz(r.lanes)]);
+    size_t cost = 0, least = 0;
+    if (site.shared) {
+        while (x.space < spaces.size() && spaces[x.space] != region->name) x.space++;
+        if (x.space++ == spaces.size()) spaces.push_back(region->name);
+        cost = turns_of(r, site.kind == ATOMIC, least);
+    } else cost = sectors_of(r, false, least);
+    x.cost = unsigned(cost), x.least = unsigned(least);
+    for (unsigned lane = 0; lane < 32; lane++)
+        if (r.lanes >> lane & 1) x.at[lane] = r.at[lane] - (site.shared ? region->begin : 0);
+    traced.push_back(x);
+}
+
+// The requests of a warp in the order in which its lanes came to them.
+QUIET inline void trace_all() {
+    std::vector<std::pair<unsigned, std::pair<const Site*, const Request*>>> all;
+    for (const Site* site : open_sites)
+        for (const Request& r : site->open) all.push_back({r.when, {site, &r}});
+    std::sort(all.begin(), all.end());
+    for (const auto& [_, of] : all) trace(*of.first, *of.second);
+}
+
+QUIET inline void trace_meeting(unsigned kind, unsigned warp, int line) {
+    if (!tracing) return;
+    const races::Busy here;
+    traced.push_back({unsigned(line), running_block(), warp, kind});
+}
+
 // The running warp meets, or another one runs: its requests are complete.
 QUIET inline void close() {
     const races::Busy here;
+    if (tracing) trace_all();
     for (Site* site : open_sites) {
         for (const Request& r : site->open) {
             const size_t cost = site->shared ? turns_of(r, site->kind == ATOMIC, site->least)
@@ -121,8 +166,7 @@ QUIET inline void close() {
             awake[running_warp] |= r.lanes;
             if (r.lanes != ~0u) site->missing[{running_warp, r.lanes}]++;
             if (cost <= site->most.cost) continue;
-            const unsigned number = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
-            site->most.cost = cost, site->most.block = number, site->most.warp = running_warp, site->most.request = r;
+            site->most.cost = cost, site->most.block = running_block(), site->most.warp = running_warp, site->most.request = r;
             const races::Region* region = races::region_of(r.at[__builtin_ctz(r.lanes)]);
             site->most.name = region ? region->name : "", site->most.begin = region ? region->begin : 0;
         }
@@ -136,12 +180,14 @@ QUIET inline void block_begins() {
     running_warp = ~0u, again_at = 0;
     std::fill_n(awake, 32, 0);
 }
-QUIET inline void warp_meets(unsigned warp) {
+QUIET inline void warp_meets(unsigned warp, int line) {
     close();
+    trace_meeting(WARP_MEETS, warp, line);
     awake[warp] = all_lanes(warp);
 }
-QUIET inline void all_wait() {
+QUIET inline void all_wait(int line) {
     close();
+    trace_meeting(BLOCK_MEETS, 0, line);
     for (unsigned warp = 0; 32 * warp < blockDim.x * blockDim.y * blockDim.z; warp++) awake[warp] = all_lanes(warp);
 }
 QUIET inline void block_ends() {
@@ -167,7 +213,7 @@ QUIET inline void touch_16(Address p, unsigned bytes, Kind kind, const void* pc,
     Site& site = *latest;
     if (site.open.empty()) open_sites.push_back(&site);
     const unsigned n = site.done[t % 32]++;
-    if (n == site.open.size()) site.open.emplace_back();
+    if (n == site.open.size()) site.open.emplace_back(), site.open.back().when = ++clock_of_requests;
     Request& r = site.open[n];
     r.lanes |= 1u << t % 32, r.at[t % 32] = p, r.bytes = max(r.bytes, bytes);
 }
@@ -204,10 +250,27 @@ extern "C" __attribute__((visibility("default"))) void traffic_begin() {
     latest = nullptr, counting = true;
 }
 
+// The same, and keep every request and barrier. After traffic_end, traffic_trace gives how many, and where they are;
+// traffic_space the names of shared variables.
+extern "C" __attribute__((visibility("default"))) void traffic_begin_trace() {
+    using namespace cuda_on_cpu::traffic;
+    traffic_begin();
+    traced.clear(), spaces.clear(), clock_of_requests = 0, tracing = true;
+}
+extern "C" __attribute__((visibility("default"))) size_t traffic_trace(const void** at) {
+    using namespace cuda_on_cpu::traffic;
+    *at = traced.data();
+    return traced.size();
+}
+extern "C" __attribute__((visibility("default"))) const char* traffic_space(unsigned number) {
+    using namespace cuda_on_cpu::traffic;
+    return number < spaces.size() ? spaces[number].c_str() : nullptr;
+}
+
 // Count no more. JSON: how many sectors were read, how many were written, and a list for each site.
 extern "C" QUIET __attribute__((visibility("default"))) const char* traffic_end() {
     using namespace cuda_on_cpu::traffic;
-    counting = false;
+    counting = tracing = false;
     report = "[" + std::to_string(sectors_read.size()) + ", " + std::to_string(sectors_written.size());
     for (const auto& [_, site] : sites) {
         if (!site.requests) continue;

@@ -1,9 +1,12 @@
 """What the warps of a launch move, by line of the source: traffic.h counts it, on a device that can
 find races."""
 import contextlib
+import ctypes
 import json
 import os
 from typing import NamedTuple
+
+import numpy as np
 
 from dev.cpu import races
 from dev.cpu.emulated import Emulated
@@ -105,7 +108,7 @@ def count(device, work, arrays, own=""):
     """The Traffic of work(), which launches kernels on a CountingCpu. arrays: [(name, array)]; own:
     the name of a file, whose lines count for what they call in other files."""
     library = device.library
-    library.traffic_end.restype = races.ctypes.c_char_p
+    library.traffic_end.restype = ctypes.c_char_p
     device.set_order("forward")  # warp by warp
     library.traffic_begin()
     try:
@@ -145,3 +148,40 @@ def sample_of(site, arrays):
                 name, begin, item = known, low, array.itemsize
     return Sample(name or "shared memory", block, warp, nbytes, item,
                   [None if address is None else address - begin for address in at])
+
+
+# ---- Traces: every request, one after another
+
+TRACED = np.dtype([*((name, np.uint32) for name in (
+    "pc", "block", "warp", "kind", "space", "bytes", "lanes", "cost", "least", "unused")),
+    ("at", np.uint64, LANES)])  # struct Traced of traffic.h
+BLOCK_MEETS, WARP_MEETS = 4, 5  # kinds of TRACED, behind those of KINDS; pc is then a line
+
+
+class Trace(NamedTuple):
+    """The requests and barriers of one launch, warp by warp, in the order in which lanes came to
+    them."""
+    rows: np.ndarray  # of TRACED; at: addresses, or bytes from the beginning of a shared variable
+    spaces: list  # names of shared variables: space 1, 2 ..
+    places: dict  # {pc of a request: [(file, line)] from the innermost function outward}
+
+
+def trace(device, work):
+    """The Trace of work(), which launches one kernel on a CountingCpu."""
+    library = device.library
+    library.traffic_trace.restype = ctypes.c_size_t
+    library.traffic_space.restype = ctypes.c_char_p
+    device.set_order("forward")  # warp by warp
+    library.traffic_begin_trace()
+    try:
+        work()
+    finally:
+        library.traffic_end()
+    start = ctypes.c_void_p()
+    count = library.traffic_trace(ctypes.byref(start))
+    rows = np.frombuffer(ctypes.string_at(start, count * TRACED.itemsize), TRACED)
+    spaces = []
+    while (name := library.traffic_space(len(spaces))) is not None:
+        spaces.append(name.decode())
+    pcs = np.unique(rows["pc"][rows["kind"] < BLOCK_MEETS]).tolist()
+    return Trace(rows, spaces, dict(zip(pcs, races.lines_of(device.path, pcs))) if pcs else {})

@@ -40,6 +40,13 @@ def product_rate(device, c, B, T):
     return 2 * N * 4 * c.C * c.C * count / min(seconds(count) for _ in range(3))
 
 
+def flops_again(c):
+    """FLOPs for a token by which --recompute 2 does the products of a layer's forward pass again,
+    except the last."""
+    return 2 * sum(row.size for row in c.parameter_table()
+                   if row.decay and row.layers and row.name != "fcprojw")
+
+
 class NoKernelsOnGpu:
     """A GPU without kernels, in front of its class."""
 
@@ -69,10 +76,7 @@ class DryRun:
         print(f"checkpoint   | {size * numbers / 2**30:6.2f} GiB, and {12 * numbers / 2**30:.2f} "
               "GiB of state (-n, -nk)")
         rate = product_rate(device, c, B, T) * SHARE[device.name]
-        # --recompute 2 does the products of a layer's forward pass again, except the last.
-        again = 2 * sum(row.size for row in c.parameter_table()
-                        if row.decay and row.layers and row.name != "fcprojw")
-        flops = flops_per_token(c, T) + again * (flags.recompute == 2)
+        flops = flops_per_token(c, T) + flops_again(c) * (flags.recompute == 2)
         of_update = muon.flops_of(c, device) if flags.optimizer == "muon" else 0  # AdamW's are few
         seconds = (self.total_batch * flops + of_update) / self.count / rate
         print(f"estimate     | {self.steps} steps of about {1e3 * seconds:,.0f} ms, "

@@ -47,7 +47,7 @@ class Timed:
 
 
 class Awaited(dict):
-    """The functions of kernels. Who asks for one that is missing waits for `later`, their Future."""
+    """Functions of kernels. Who asks for a missing one waits for `later`, the Future of them all."""
 
     def __init__(self, functions, later):
         super().__init__(functions)

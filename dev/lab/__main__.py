@@ -13,6 +13,7 @@ timed.
     python -m dev.lab --exercise gelu_forward --solution  # shows how your file differs from one
     python -m dev.lab --exercise repair:row_sum  # writes a kernel with a bug, to find and mend
     python -m dev.lab --exercise my_gelu_forward.cu       # checks what you wrote
+    python -m dev.lab --exercise my_gelu_forward.cu --page    # a page that plays its launch
 
 The versions of a kernel are in kernels/NAME.cu, which is compiled after kernels.cu. NAME.py beside
 it has the inputs, the launches, and what NumPy computes from the same inputs. Without a GPU the CPU
@@ -93,6 +94,8 @@ def read_flags(arguments):
     parser.add_argument("--solution", nargs="?", type=int, const=0, metavar="N",
                         help="with --exercise NAME: the difference between your file and version N "
                         "of the lab (default: the simplest)")
+    parser.add_argument("--page", action="store_true",
+                        help="with --exercise FILE: write a page that plays a small launch of it")
     parser.add_argument("--device", choices=("cpu", "cuda"),
                         help="where (default: cuda if there is a GPU)")
     parser.error = refuse
@@ -100,14 +103,17 @@ def read_flags(arguments):
     of_ladders = flags.kernel or flags.check or flags.all or flags.shape or flags.dtype
     if flags.exercise is not None and of_ladders:
         raise UserError("--exercise takes a name or a file itself, and no other flag than --hint, "
-                        "--solution and --device: --exercise residual_forward")
-    more = {"--hint": flags.hint, "--solution": flags.solution is not None}
+                        "--solution, --page and --device: --exercise residual_forward")
+    more = {"--hint": flags.hint, "--solution": flags.solution is not None, "--page": flags.page}
     more = [name for name, given in more.items() if given]
     if more and not flags.exercise:
         raise UserError(f"{more[0]} needs the name of an exercise or your file: --exercise NAME "
                         f"{more[0]}")
     if len(more) > 1:
         raise UserError(f"{' and '.join(more)}: expected one of them at a time")
+    if flags.page and not flags.exercise.endswith(".cu"):
+        raise UserError(f"--page draws a launch of your file: --exercise my_{flags.exercise}.cu "
+                        "--page")
     if flags.races and (not flags.check or flags.device == "cuda"):
         raise UserError("--races is for --check on the CPU: --check --races --device cpu")
     if flags.out and not flags.all:
@@ -230,6 +236,9 @@ def exercise(flags, device):
         print("\n".join(progress.hint(name)))
     elif flags.solution is not None:
         print("\n".join(progress.solution(file or progress.file_of(name), flags.solution)))
+    elif flags.page:
+        from dev.lab.picture import write_page
+        print(f"wrote {write_page(file)}: open it in a browser")
     elif not file:
         path = write_template(name)
         print(f"wrote {path}. Fill in its body, then check it: {command(path)}")

@@ -78,10 +78,9 @@ def device_of(dtype, model, sources, only, students=()):
                                    students=students)
 
 
-def traffic_of(what, sizes=None, dtype="fp32"):
-    """The Traffic (see dev/cpu/traffic.py) of one run of a Submission, or of a version of the lab,
-    such as ("softmax_forward", 3). sizes: {name: number}, else those of sizes_of. Raises
-    UserError."""
+def benched(what, sizes=None, dtype="fp32"):
+    """(Bench, version, choice) of a Submission or a version of the lab, on a device that counts: as
+    for traffic_of. Raises UserError."""
     compiler = compiler_of()
     if missing(compiler) or not finds_races(compiler):
         raise UserError("traffic is counted with g++ 11 or later, and there is none")
@@ -101,11 +100,24 @@ def traffic_of(what, sizes=None, dtype="fp32"):
     if not bench.fits(version):
         raise UserError(f"{ladder.name}: this version does not do "
                         f"{text_of(sizes or sizes_of(ladder))} in {dtype}")
-    choice = dict(threads=version.threads[0]) if own else choice_of(version, device)
+    return bench, version, (dict(threads=version.threads[0]) if own
+                            else choice_of(version, device))
+
+
+def arrays_of(bench):
+    """{name: array} of all that a Bench's launches use."""
+    return {name: array for table in (bench.sets[0], bench.scratch)
+            for name, array in vars(table).items() if isinstance(array, np.ndarray)}
+
+
+def traffic_of(what, sizes=None, dtype="fp32"):
+    """The Traffic (see dev/cpu/traffic.py) of one run of a Submission, or of a version of the lab,
+    such as ("softmax_forward", 3). sizes: {name: number}, else those of sizes_of. Raises
+    UserError."""
+    bench, version, choice = benched(what, sizes, dtype)
     work = next(bench.launches(version, choice))
-    arrays = [(name, array) for table in (bench.sets[0], bench.scratch)
-              for name, array in vars(table).items() if isinstance(array, np.ndarray)]
-    return traffic.count(device, work, arrays, what.path.name if own else f"{what[0]}.cu")
+    own = what.path.name if isinstance(what, Submission) else f"{what[0]}.cu"
+    return traffic.count(bench.device, work, [*arrays_of(bench).items()], own)
 
 
 # ---- The table

@@ -20,7 +20,7 @@ def pairs_of_turns(B, T, NH):
 
 
 def is_faster(device, B, T, NH):
-    """Whether rows are long enough, and all blocks have about as many turns. On an H100 with 12
+    """Whether rows are long enough, and all blocks have about as many turns. On an H200 with 12
     heads and T=1024 that is so for B=16 and 32, and not for 4 and 8."""
     pairs, blocks = pairs_of_turns(B, T, NH), device.multiprocessors
     return T >= 2 * ROWS and 4 * ceil_div(pairs, blocks) * blocks <= 5 * pairs

@@ -1,0 +1,187 @@
+// The recorded step: its numbers at each time, and the accesses of its threads. record.py has
+// written them. A time is the index of a launch: the state behind it; -1 is before the first.
+"use strict";
+const page = JSON.parse(document.getElementById("data").textContent);
+const {sizes, tensors, launches, arenas} = page;
+
+function bytesOf(text) {
+  return Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
+}
+const floats = new Float32Array(bytesOf(page.values || "").buffer);
+const ints = new Int32Array(floats.buffer);
+
+function shown(x, digits = 4) {
+  if (Number.isNaN(x)) return "–";
+  if (x === 0) return "0";
+  if (Number.isInteger(x) && Math.abs(x) < 1e6) return `${x}`;
+  const size = Math.abs(x);
+  return size >= 1e-4 && size < 1e5 ? `${+x.toPrecision(digits)}` : x.toExponential(digits - 2);
+}
+
+// ---- Tensors: {name, arena, layer, shape, start, words, kind}
+
+const writesOf = tensors.map(() => []);  // of each tensor [{launch, low, high, at}]
+const readsOf = tensors.map(() => []);  // [index of a launch]
+launches.forEach((launch, i) => {
+  for (const [number, low, high, at] of launch.writes) {
+    writesOf[number].push({launch: i, low, high, at});
+  }
+  for (const number of launch.reads) readsOf[number].push(i);
+});
+tensors.forEach((tensor, i) => { tensor.number = i; });
+const tensorsOf = arenas.map((_, a) => tensors.filter((tensor) => tensor.arena === a));
+
+// The tensor that has a word of an arena.
+function tensorAt(arena, word) {
+  return tensorsOf[arena].find((t) => word >= t.start && word < t.start + t.words);
+}
+
+const PREFIX = {gradients: "d", "adam m": "m of ", "adam v": "v of "};
+// "dqkvw of layer 1", or of one of its numbers "dqkvw[3,5] of layer 1".
+function nameOf(tensor, index = "") {
+  const layer = tensor.layer === null ? "" : ` of layer ${tensor.layer}`;
+  return (PREFIX[arenas[tensor.arena].name] || "") + tensor.name + index + layer;
+}
+
+const versions = new Map();
+// The numbers of a tensor at a time, NaN where nobody has written yet.
+function valuesAt(tensor, time) {
+  const writes = writesOf[tensor.number];
+  let last = writes.length - 1;
+  while (last >= 0 && writes[last].launch > time) last--;
+  const key = `${tensor.number} ${last}`;
+  if (!versions.has(key)) {
+    const source = tensor.kind === "f" ? floats : ints;
+    const start = page.initial[tensor.number];
+    const values = start === null ? new Float64Array(tensor.words).fill(NaN)
+                                  : Float64Array.from(source.subarray(start, start + tensor.words));
+    for (const {low, high, at} of writes.slice(0, last + 1)) {
+      values.set(source.subarray(at, at + high - low), low);
+    }
+    versions.set(key, values);
+  }
+  return versions.get(key);
+}
+
+function numberAt(arena, word, time) {
+  const tensor = tensorAt(arena, word);
+  return tensor ? valuesAt(tensor, time)[word - tensor.start] : NaN;
+}
+
+// The last launch, not behind a time, that wrote a word; -1 if none did.
+function writerOf(tensor, index, time) {
+  const writes = writesOf[tensor.number].filter(
+    (write) => write.launch <= time && index >= write.low && index < write.high);
+  return writes.length ? writes[writes.length - 1].launch : -1;
+}
+
+// The launches behind a time that read a tensor, until another writes this number of it again.
+function readersOf(tensor, index, time) {
+  const next = writesOf[tensor.number].find(
+    (write) => write.launch > time && index >= write.low && index < write.high);
+  const end = next ? next.launch : launches.length;
+  return readsOf[tensor.number].filter((i) => i > time && i <= end);
+}
+
+const STAYS = new Set(["parameters", "adam m", "adam v", "update", "batch"]);
+// Will anybody still read what a tensor has at a time? Then its memory is in use.
+function isAlive(tensor, time) {
+  if (STAYS.has(arenas[tensor.arena].name)) return true;
+  const writes = writesOf[tensor.number].filter((write) => write.launch <= time);
+  return writes.slice(-2).some(  // two: q of dqkv comes before its k and v
+    (write) => write.launch === time || readersOf(tensor, write.low, time - 1).length);
+}
+
+// ---- Arguments of a launch
+
+function argumentOf(launch, name) {
+  return launch.arguments.find((argument) => argument.name === name);
+}
+function isArray(argument) {
+  return argument.arena !== undefined;
+}
+function countOf(shape) {
+  return shape.reduce((product, size) => product * size, 1);
+}
+// The argument of a launch that has a word, and is written by it if `written`.
+function argumentAt(launch, arena, word, written) {
+  const found = launch.arguments.filter((argument) => isArray(argument) &&
+    argument.arena === arena && word >= argument.start &&
+    word < argument.start + 1 + argument.shape.reduce(
+      (end, size, i) => end + (size - 1) * argument.strides[i], 0));
+  return found.find((argument) => !written || isOutput(launch, argument)) || found[0];
+}
+function isOutput(launch, argument) {
+  if (!isArray(argument)) return false;
+  if (launch.name === "matmul") return argument.name === "out";
+  const count = countOf(argument.shape);
+  return launch.writes.some(([number, low, high]) => {
+    const tensor = tensors[number];
+    return tensor.arena === argument.arena && tensor.start + low < argument.start + count &&
+           tensor.start + high > argument.start;
+  });
+}
+function isInput(launch, argument) {
+  if (!isArray(argument)) return false;
+  if (launch.name === "matmul") {
+    return argument.name !== "out" || argumentOf(launch, "accumulate").value > 0;
+  }
+  const count = countOf(argument.shape);
+  return launch.reads.some((number) => {
+    const tensor = tensors[number];
+    return tensor.arena === argument.arena && tensor.start < argument.start + count &&
+           tensor.start + tensor.words > argument.start;
+  });
+}
+
+// ---- Traces: requests, each of the lanes of one warp
+
+const KINDS = ["load", "store", "atomic", "copy", "barrier of the block", "barrier of the warp"];
+const BARRIER = 4;  // the first kind that is none of a request
+const NAMES = ["site", "block", "warp", "kind", "space", "bytes", "cost", "least", "lanes"];
+const decoded = new Map();
+
+async function inflated(text) {
+  const stream = new Blob([bytesOf(text)]).stream();
+  const whole = new Response(stream.pipeThrough(new DecompressionStream("deflate")));
+  return new Int32Array(await whole.arrayBuffer());
+}
+
+// [{site, block, .. lanes, at: the word of each lane}] of a trace's number.
+async function requestsOf(number) {
+  if (!decoded.has(number)) {
+    const trace = page.traces[number];
+    const data = await inflated(trace.data);
+    const requests = [];
+    for (let row = 0; row < trace.rows; row++) {
+      const request = {at: []};
+      NAMES.forEach((name, i) => { request[name] = data[i * trace.rows + row]; });
+      let at = 0;
+      for (let lane = 0; lane < 32; lane++) {
+        at += data[(NAMES.length + lane) * trace.rows + row];
+        request.at.push(request.lanes >>> lane & 1 ? at : null);
+      }
+      request.line = request.kind >= BARRIER ? request.site : trace.sites[request.site][1];
+      requests.push(request);
+    }
+    decoded.set(number, requests);
+  }
+  return decoded.get(number);
+}
+
+// [{request, lane}]: which lanes of a launch touched a word, by requests of these kinds.
+async function touchesOf(launch, arena, word, kinds) {
+  if (launch.trace === undefined) return [];
+  const found = [];
+  for (const request of await requestsOf(launch.trace)) {
+    const argument = request.kind < BARRIER && launch.arguments[request.space];
+    if (!argument || argument.arena !== arena || !kinds.includes(KINDS[request.kind])) continue;
+    request.at.forEach((at, lane) => {
+      const from = argument.start + at;
+      if (at !== null && word >= from && word < from + request.bytes / 4) {
+        found.push({request, lane});
+      }
+    });
+  }
+  return found;
+}
