@@ -1137,8 +1137,8 @@ class Cuda:
     def compile(self, sources):
         """Compile CUDA files as one."""
         self.kernels = read_kernels(sources)
+        module = self.module_of("".join(map(source_of, sources)))
         try:
-            module = self.module_of("".join(map(source_of, sources)))
             self.functions = {name: module.get_function(name) for name in self.kernels}
             for name, fields in SIZES.items():
                 at = module.get_global(name)

@@ -6,12 +6,13 @@ more, without its kernels, which takes NVRTC a fifth of a second.
 """
 import os
 import re
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 from dev.features import kv_cache
-from dev.features.feature import Feature, is_fast
+from dev.features.feature import Feature, is_fast, trains
 from train_gpt2 import UserError, read_kernels, source_of
 
 KERNEL = re.compile(r'extern "C" __global__ void\s+(?:__launch_bounds__\(.*?\)\s*)?(?=\w+\()', re.S)
@@ -38,7 +39,8 @@ class Timed:
         super().__init__(*args)
 
     def compile(self, sources):
-        says = threading.Timer(PATIENCE, print, ["compiling the kernels, once for these sizes"])
+        line = "compiling the kernels, once for these sizes"  # stdout may be a sample's text
+        says = threading.Timer(PATIENCE, print, [line], dict(file=sys.stderr))
         says.start()
         begun = time.perf_counter()
         super().compile(sources)
@@ -47,7 +49,7 @@ class Timed:
 
 
 class Awaited(dict):
-    """Functions of kernels. Who asks for a missing one waits for `later`, the Future of them all."""
+    """Functions of kernels. A missing one is awaited: `later` is the Future of all the others."""
 
     def __init__(self, functions, later):
         super().__init__(functions)
@@ -89,6 +91,8 @@ class Told:
     """Says how long the start took."""
 
     def prepared(self, run):
+        if not trains(run.flags):
+            return
         device = run.device
         waited = age() - device.begun - device.compiled_in
         run.say(f"start        | {device.begun:.1f} s for Python, {device.compiled_in:.1f} s for "

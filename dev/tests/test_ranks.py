@@ -189,7 +189,7 @@ def test_sums_together(device_name):
     last go with the embeddings."""
     c, B, T = Config(maxT=8, V=61, L=3, NH=2, C=64, Vp=128), 1, 8
     tokens = np.random.default_rng(3).integers(0, c.V, (2, B, T), dtype=np.int32)
-    Model = model_class(GPT2, "--device", device_name, "--dtype", "fp32", rank=0, count=2)
+    Model = model_class(GPT2, "--device", device_name, "--dtype", "fp32", rank=0, count=2, plain=1)
     layer = 4 * (12 * c.C * c.C + 13 * c.C)  # bytes
     for at_once, wish in ((1, [3, 2, 1, 0]), (3 * layer // 2, [1, 1, 0, 0]), (2**40, [0, 0, 0, 0])):
         Model.ranks.via = heard = Heard()
