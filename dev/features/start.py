@@ -43,9 +43,11 @@ class Timed:
         says = threading.Timer(PATIENCE, print, [line], dict(file=sys.stderr))
         says.start()
         begun = time.perf_counter()
-        super().compile(sources)
+        try:
+            super().compile(sources)
+        finally:
+            says.cancel()  # after an error, too: a timer would outlive the program's last line
         self.compiled_in = time.perf_counter() - begun
-        says.cancel()
 
 
 class Awaited(dict):

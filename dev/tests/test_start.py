@@ -73,6 +73,20 @@ def test_first_launch_waits():
     check_refusal("an error", "could not compile kv_cache.cu", failing.launch, "token_pass")
 
 
+@fast
+def test_failed_compilation():
+    """A run whose kernels do not compile says nothing more."""
+    class Failing:
+        def compile(self, sources):
+            raise UserError("NVRTC could not compile kernels.cu")
+
+    timer = mock.Mock()
+    with mock.patch.object(start.threading, "Timer", return_value=timer):
+        device = object.__new__(stack(Failing, [start.Timed]))
+        check_refusal("an error", "could not compile", device.compile, [])
+    check("started and cancelled", (timer.start.call_count, timer.cancel.call_count) == (1, 1))
+
+
 def test_age():
     """A process knows its age, to two ticks of the kernel's clock and the start of Python."""
     if sys.platform != "linux":
