@@ -124,7 +124,13 @@ __device__ Pack<R> products(const real* __restrict__ weight, const float* rows, 
 }
 
 // The rows first, first + step, .. of a weight, for B <= R rows, two at a time if `pairs` and there
-// are two. of_rows(o, n) are the products with row o, then those with row o + step if n is 2.
+// are two. of_rows(o, n) are the products with row o, then those with row o + step if n is 2. All
+// lanes have them, and a lane adds the bias to one, activates and stores it:
+//
+//     lane       0 .. R-1                 R .. 2R-1, if n is 2      others
+//     ends       number o of row `lane`   number o + step of        nothing
+//                                         row `lane - R`
+//
 // to.put(at, o, y, to.before(at)) stores y as number o of a row, where at counts the numbers of all
 // rows. Returns the first of the weight's rows that is beyond OC.
 template <int R, class To, class F>
@@ -134,7 +140,7 @@ __device__ int linear(To& to, const real* __restrict__ bias, int activation, int
     for (; o < OC; o += n * step) {
         n = pairs && o + step < OC ? 2 : 1;
         int second = n == 2 ? lane / R : 0;
-        int own = o + second * step, r = lane - second * R;  // what this lane ends, if anything
+        int own = o + second * step, r = lane - second * R;
         bool ends = lane < n * R && r < B;
         size_t at = (size_t)r * OC + own;
         real shift = {};  // this and before are on their way until they are needed
@@ -247,8 +253,8 @@ __device__ void wait_for_block() { __trap(); }
 
 constexpr int CHUNK = 256;  // the keys of a block: kv_cache.py's
 constexpr int LANES = 8;  // share a key or a value
-constexpr int n = HS % W == 0 ? W : HS % 2 == 0 ? 2 : 1;  // numbers that a lane loads at once
-constexpr int PACKS = (HS + n * LANES - 1) / (n * LANES);  // how often
+constexpr int PACK = HS % W == 0 ? W : HS % 2 == 0 ? 2 : 1;  // channels that a lane loads at once
+constexpr int PACKS = (HS + PACK * LANES - 1) / (PACK * LANES);  // how often
 constexpr int AT_ONCE = GROUP < 4 ? GROUP : 4;  // heads of queries whose output is in registers
 
 // Number i of neighbouring heads at `head`. With `turn`, a position's row of RoPE's table, it is
@@ -260,13 +266,13 @@ __device__ float turned(const float* head, int i, const float* __restrict__ turn
     return i % 2 ? x * sine + y * cosine : x * cosine - y * sine;
 }
 
-// f(c) for each pack of n channels of a head that this lane has
+// f(c) for each pack of PACK channels of a head that this lane has
 template <class F>
 __device__ void each_pack_of_head(F f) {
 #pragma unroll
     for (int p = 0; p < PACKS; p++) {
-        int c = n * (threadIdx.x % LANES + LANES * p);
-        if (HS % (n * LANES) == 0 || c < HS) f(p, c);
+        int c = PACK * (threadIdx.x % LANES + LANES * p);
+        if (HS % (PACK * LANES) == 0 || c < HS) f(p, c);
     }
 }
 
@@ -301,11 +307,11 @@ __device__ void attend(Out out, real* keys, real* values, float* parts, int* arr
     real *k = keys + ((size_t)head * T + first) * HS, *v = values + ((size_t)head * T + first) * HS;
     constexpr int EACH = CHUNK / MEMBERS;      // keys of a member
     constexpr bool EARLY = eager && EACH * PACKS <= 4;
-    struct Pair { Stored<n, real> key, value; } early[EACH][PACKS];
+    struct KeyAndValue { Stored<PACK, real> key, value; } early[EACH][PACKS];
     auto load_pair = [&](int i, const real* key, const real* value) {
         each_pack_of_head([&](int p, int c) {
-            early[i][p].key = *reinterpret_cast<const Stored<n, real>*>(key + c);
-            early[i][p].value = *reinterpret_cast<const Stored<n, real>*>(value + c);
+            early[i][p].key = *reinterpret_cast<const Stored<PACK, real>*>(key + c);
+            early[i][p].value = *reinterpret_cast<const Stored<PACK, real>*>(value + c);
         });
     };
 #pragma unroll
@@ -336,9 +342,9 @@ __device__ void attend(Out out, real* keys, real* values, float* parts, int* arr
         float score[GROUP] = {};
         if (s < count)
             each_pack_of_head([&](int p, int c) {
-                Pack<n> key = load<n>(EARLY ? early[i][p].key.x : k + (size_t)s * HS + c);
+                Pack<PACK> key = load<PACK>(EARLY ? early[i][p].key.x : k + (size_t)s * HS + c);
                 for (int g = 0; g < GROUP; g++)
-                    for (int j = 0; j < n; j++) score[g] += q[g * HS + c + j] * key[j];
+                    for (int j = 0; j < PACK; j++) score[g] += q[g * HS + c + j] * key[j];
             });
         for (int g = 0; g < GROUP; g++) {
             for (int distance = LANES / 2; distance > 0; distance /= 2)
@@ -368,12 +374,12 @@ __device__ void attend(Out out, real* keys, real* values, float* parts, int* arr
     float* part = parts + ((size_t)head * most + chunk) * GROUP * (HS + 2);
     size_t result = ((size_t)b * NH + kv * GROUP) * HS;  // where out (GROUP,HS) begins
     for (int from = 0; from < GROUP; from += AT_ONCE) {
-        Pack<n> sum[AT_ONCE][PACKS] = {};
+        Pack<PACK> sum[AT_ONCE][PACKS] = {};
         auto add = [&](int s, int p, int c, const real* at) {
-            Pack<n> value = load<n>(at);
+            Pack<PACK> value = load<PACK>(at);
             for (int g = 0; g < AT_ONCE; g++) {
                 float weight = weights[min(from + g, GROUP - 1) * CHUNK + s];
-                for (int j = 0; j < n; j++) sum[g][p][j] += weight * value[j];
+                for (int j = 0; j < PACK; j++) sum[g][p][j] += weight * value[j];
             }
         };
         if constexpr (EARLY) {
@@ -390,7 +396,7 @@ __device__ void attend(Out out, real* keys, real* values, float* parts, int* arr
         }
         for (int g = 0; g < AT_ONCE; g++)  // the members of a warp; all lanes must take part
             for (int p = 0; p < PACKS; p++)
-                for (int j = 0; j < n; j++)
+                for (int j = 0; j < PACK; j++)
                     for (int distance = LANES; distance < 32; distance *= 2)
                         sum[g][p][j] += __shfl_xor_sync(FULL_WARP, sum[g][p][j], distance);
         if (lane < LANES)
@@ -494,7 +500,7 @@ struct TokenPass {
 
 constexpr int THREADS = 512;  // of token_pass
 constexpr int AHEAD = 16;  // 16 bytes that each of them has on their way: kv_cache.py's
-constexpr int PHASES = 5;  // of a layer
+constexpr int PHASES = 5;  // of a layer: QKV to FCPROJ
 constexpr int HINTS = 128;  // threads of a block that ask L2 for what will be read
 constexpr int PASSES = 64;  // of a launch, at most: kv_cache.py's
 
@@ -505,6 +511,39 @@ struct Product {
 };
 constexpr int PRODUCT = 48;  // its bytes: kv_cache.py's
 static_assert(sizeof(Product) == PRODUCT);
+
+enum Part { EMBED, QKV, ATTENTION, ATTPROJ, FC, FCPROJ, HEAD };
+// Phase `number` of a pass is a part of layer l. It multiplies with product i, or it embeds or
+// attends, and the next phase multiplies with that.
+struct Phase {
+    int number, l, i;
+    Part part;
+    __device__ Phase(const TokenPass& p, int number)
+        : number(number), l((number - 1) / PHASES) {  // 0 for the embedding
+        part = number == 0 ? EMBED : l == p.L ? HEAD : Part(QKV + (number - 1) % PHASES);
+        i = 4 * l + (part == HEAD ? 0 : (part > QKV) + (part > ATTPROJ) + (part > FC));
+    }
+    __device__ bool multiplies() const { return part != EMBED && part != ATTENTION; }
+    // The phase that wrote the stream to which this one adds, or -1 if it adds to nothing.
+    __device__ int stream_from() const {
+        if (part == ATTPROJ) return number - 3;  // the last layer's fcproj, or the embedding
+        if (part == FCPROJ) return number - 2;   // attproj
+        return -1;
+    }
+};
+
+// Where words begin: of the stream and attention's output (B,C), the MLP's hidden channels (B,H),
+// qkv (B,NH+2NKV,HS), and the candidates of blocks (blocks,B,2).
+struct Words {
+    const TokenPass& p;
+    __device__ Total* stream() const { return p.words; }
+    __device__ Total* atty() const { return p.words + p.B * p.C; }
+    __device__ Total* hidden() const { return p.words + p.B * 2 * p.C; }
+    __device__ Total* qkv() const { return p.words + p.B * (2 * p.C + p.H); }
+    __device__ Total* candidates() const {
+        return qkv() + p.B * (p.NH + 2 * (p.NH / GROUP)) * HS;
+    }
+};
 
 // Vectors that may be null stay null.
 __device__ const real* of_layer(const real* stack, int l, int size) {
@@ -816,6 +855,76 @@ __device__ void prefetch_all(const real* numbers, int size, int thread) {
     if (numbers && i < size) prefetch(numbers + i);
 }
 
+// The stream's words = the embeddings of B tokens at their positions.
+__device__ void embed(const TokenPass& p, const Dates& dates, Total* stream, const int* tokens,
+                      const int* positions) {
+    int packs = p.C / 4;
+    for (int k = blockIdx.x * THREADS + threadIdx.x; k < p.B * packs; k += gridDim.x * THREADS) {
+        int row = k / packs, c = 4 * (k % packs);
+        Pack<4> sum = load<4>(p.wte + (size_t)tokens[row] * p.C + c);
+        if (p.wpe) sum = sum + load<4>(p.wpe + (size_t)positions[row] * p.C + c);
+        for (int j = 0; j < 4; j++) dates.hand(stream + 4 * k + j, sum[j], 0);
+    }
+}
+
+// Ask L2 for what the next two products read besides weights, and for the keys and values of a
+// layer, unless null. The last warps do so while others wait for what they normalise.
+__device__ void give_hints(const TokenPass& p, const Product* products, int count, int i,
+                           const real* keys, const real* values, const int* positions) {
+    int thread = blockIdx.x * HINTS + threadIdx.x - (THREADS - HINTS), NKV = p.NH / GROUP;
+    for (int k = i + 1; k <= i + 2; k++) {
+        const Product& next = products[k % count];
+        prefetch_all(next.normw, next.C, thread);
+        prefetch_all(next.normb, next.C, thread);
+        prefetch_all(next.bias, next.OC, thread);
+    }
+    for (int b = 0; keys && b < p.B; b++) {
+        constexpr int line = 128 / sizeof(real);
+        int lines = ((positions[b] + 1) * HS + line - 1) / line;  // of a head
+        for (int k = thread; k < NKV * lines; k += gridDim.x * HINTS) {
+            size_t head = b * NKV + k / lines;
+            size_t at = head * p.T * HS + k % lines * line;
+            prefetch(keys + at);
+            prefetch(values + at);
+        }
+    }
+}
+
+// The likeliest next tokens: a block tells the others its candidates, the most of best (WARPS,R)
+// in each row, and takes the most of all blocks'. tokens and positions, in shared memory, go on.
+template <int R>
+__device__ void draw_likeliest(const TokenPass& p, const Dates& dates, Total* candidates,
+                               const Total* best, int size, int* tokens, int* positions) {
+    constexpr int AFTER = -1;  // a date behind the last pass' and before this one's
+    if (int b = threadIdx.x; b < p.B) {  // of this block
+        Total most = 0;
+        for (int i = b; i < size; i += R) most = max(most, best[i]);
+        Total* to = candidates + 2 * (blockIdx.x * p.B + b);
+        dates.hand(to, __uint_as_float(most >> 32), AFTER);
+        dates.hand(to + 1, __uint_as_float(most), AFTER);
+    }
+    __syncthreads();  // for a CPU
+    if (int b = threadIdx.x / 32, lane = threadIdx.x % 32; b < p.B) {  // of all
+        constexpr int loads = 4;
+        Total most = 0;
+        for (int from = lane; from < gridDim.x; from += 32 * loads) {
+            Pack<2> found[loads] = {};
+            take_pairs<loads>(found, dates, AFTER, [&](int k) {
+                int block = from + 32 * k;
+                return block < gridDim.x ? candidates + 2 * (block * p.B + b) : nullptr;
+            });
+            for (Pack<2> x : found)
+                most = max(most, (Total)__float_as_uint(x[0]) << 32 | __float_as_uint(x[1]));
+        }
+        most = warp_most(most);
+        if (lane == 0) {
+            tokens[b] = ~(unsigned)most;
+            positions[b]++;
+            if (blockIdx.x == 0) draw(p.tokens, p.positions, p.drawn, p.at, b, p.rows, tokens[b]);
+        }
+    }
+}
+
 // A token's pass for B <= R sequences, from tokens and positions (B) to logits (B,Vp): all that
 // token_embedding, token_linear and token_attention do. Phase 0 embeds; a layer has a phase for
 // qkv, attention, attproj, fc and fcproj; the last is the head. Bound by memory in the head, else
@@ -825,10 +934,11 @@ __device__ void prefetch_all(const real* numbers, int size, int thread) {
 // Phases from..to-1 run: all, or one. If the likeliest tokens are drawn, it makes several passes,
 // so that the weights of the next one are on their way, too: each block tells the others its
 // candidates, and each chooses. All blocks must be on the GPU at once, since they wait for each
-// other: it has room for them, and a cooperative launch is an error if not. On a CPU there may be only one if there are several phases. No block is so far ahead
-// that it overwrites what another still reads: each number of a phase depends on all of those
-// before, and each block has rows of a layer's weights. But a block without a row of a product does
-// not wait for what it multiplies, which may be overwritten then.
+// other: it has room for them, and a cooperative launch is an error if not. On a CPU there may be
+// only one if there are several phases. No block is so far ahead that it overwrites what another
+// still reads: each number of a phase depends on all of those before, and each block has rows of a
+// layer's weights. But a block without a row of a product does not wait for what it multiplies,
+// which may be overwritten then.
 //
 // ring is shared memory: places for weights on their way, the list of products, and behind it the
 // rows that a product reads, or attention's numbers. Items: blocks, at most as many as the GPU has
@@ -845,70 +955,29 @@ __device__ void run_phases(const TokenPass& p, int from, int to, int passes, flo
         positions[threadIdx.x] = p.positions[threadIdx.x];
     }
     __syncthreads();
-    auto products_before = [&](int phase) {  // how many are in earlier phases
-        int l = (phase - 1) / PHASES, part = (phase - 1) % PHASES;
-        return phase == 0 ? 0 : 4 * l + part - (part > 1);
-    };
-    int NKV = p.NH / GROUP, C = p.C;
-    int phases = 2 + PHASES * p.L;
-    auto layer = [&](int l) { return (size_t)l * p.rows * NKV * p.T * HS; };  // its keys' place
-    // where the words begin of the stream and attention's output (B,C), the MLP's hidden channels
-    // (B,H), qkv (B,NH+2NKV,HS), and the candidates of blocks (blocks,B,2)
-    constexpr int STREAM = 0, ATTY = 1, HIDDEN = 2, QKV = 3, CANDIDATES = 4;
-    auto words = [&](int what) {
-        return p.words + p.B * (min(what, HIDDEN) * C + (what > HIDDEN) * p.H
-                                + (what > QKV) * (p.NH + 2 * NKV) * HS);
-    };
-    int first = first_row(p, products_before(from));  // of this warp, of the next product
-    Weights weights((real*)ring, products, products_before(from), count, passes, first);
+    Words words{p};
+    int NKV = p.NH / GROUP, phases = 2 + PHASES * p.L, i = Phase(p, from).i;
+    int first = first_row(p, i);  // of this warp, of the next product
+    Weights weights((real*)ring, products, i, count, passes, first);
     // Each block counts its end, so the quotient stays the same until all have ended.
     unsigned launches = receive(p.ended) / gridDim.x;
     Dates dates{launches * PASSES * (phases + 1) + 1, to - from > 1 ? ~0u : 0};
     constexpr int N = R == 1 && CHANNELS == Weights::SLOT ? 2 : 1;  // rows at once, in registers
-    __shared__ Total best[THREADS / 32][N * R];  // candidates for the next tokens, by lanes
+    constexpr int WARPS = THREADS / 32;
+    __shared__ Total best[WARPS][N * R];  // candidates for the next tokens, by lanes
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     ToWords out{dates, 0, 0, nullptr, nullptr, p.V, best[warp] + lane};
-    // Ask for what the next two products read besides weights, and for the keys and values of layer
-    // l, unless it is negative. The last warps do so while others wait for what they normalise.
-    auto give_hints = [&](int i, int l) {
-        int thread = blockIdx.x * HINTS + threadIdx.x - (THREADS - HINTS);
-        for (int k = i + 1; k <= i + 2; k++) {
-            const Product& next = products[k % count];
-            prefetch_all(next.normw, next.C, thread);
-            prefetch_all(next.normb, next.C, thread);
-            prefetch_all(next.bias, next.OC, thread);
-        }
-        for (int b = 0; l >= 0 && b < p.B; b++) {
-            constexpr int line = 128 / sizeof(real);
-            int lines = ((positions[b] + 1) * HS + line - 1) / line;  // of a head
-            for (int k = thread; k < NKV * lines; k += gridDim.x * HINTS) {
-                size_t head = b * NKV + k / lines;
-                size_t at = layer(l) + head * p.T * HS + k % lines * line;
-                prefetch(p.keys + at);
-                prefetch(p.values + at);
-            }
-        }
-    };
     for (; passes > 0; passes--) {
-        for (int phase = from; phase < to; phase++) {
-            int l = (phase - 1) / PHASES, part = phase == 0 || l == p.L ? -1 : (phase - 1) % PHASES;
-            int i = products_before(phase);
-            const Product& now = products[i];
-            bool multiplies = phase > 0 && part != 1;
+        for (int number = from; number < to; number++) {
+            Phase phase(p, number);
+            const Product& now = products[phase.i];
+            size_t layer = (size_t)phase.l * p.rows * NKV * p.T * HS;  // where its keys begin
             // shared memory is free from here on
-            bool any = __syncthreads_or(multiplies && first < now.OC);
-            if (phase == 0) {
+            bool any = __syncthreads_or(phase.multiplies() && first < now.OC);
+            if (phase.part == EMBED) {
                 if (lane < N * R) *out.best = 0;
-                int threads = gridDim.x * THREADS, packs = C / 4;
-                int own = blockIdx.x * THREADS + threadIdx.x;
-                for (int k = own; k < p.B * packs; k += threads) {
-                    int row = k / packs, c = 4 * (k % packs);
-                    Pack<4> sum = load<4>(p.wte + (size_t)tokens[row] * C + c);
-                    if (p.wpe) sum = sum + load<4>(p.wpe + (size_t)positions[row] * C + c);
-                    for (int j = 0; j < 4; j++)
-                        dates.hand(words(STREAM) + 4 * k + j, sum[j], phase);
-                }
-            } else if (part == 1) {
+                embed(p, dates, words.stream(), tokens, positions);
+            } else if (phase.part == ATTENTION) {
                 int heads = p.B * NKV, chunks = (p.T + CHUNK - 1) / CHUNK;
                 // In each pass the same block has a chunk of a head: so it may read keys that it
                 // stored in an earlier one without asking others.
@@ -916,66 +985,43 @@ __device__ void run_phases(const TokenPass& p, int from, int to, int passes, flo
                     auto write = [&](size_t i, float y) {
                         real rounded;
                         from_float(rounded, y);
-                        dates.hand(words(ATTY) + i, to_float(rounded), phase);
+                        dates.hand(words.atty() + i, to_float(rounded), number);
                     };
-                    auto read = [&](size_t i) { return take(words(QKV) + i, dates, phase - 1); };
-                    attend<THREADS, R == 1>(write, p.keys + layer(l), p.values + layer(l), p.parts,
+                    auto read = [&](size_t i) { return take(words.qkv() + i, dates, number - 1); };
+                    attend<THREADS, R == 1>(write, p.keys + layer, p.values + layer, p.parts,
                                             p.arrived, read, p.rope, positions, p.scale, p.T, p.NH,
                                             k % heads, k / heads, chunks, rows);
                     __syncthreads();  // the next reuses shared memory
                 }
             } else if (any) {
-                out.now = phase, out.old = part == 2 ? phase - 3 : part == 4 ? phase - 2 : -1;
-                out.words = words(part == 0 ? QKV : part == 3 ? HIDDEN : STREAM);
-                out.logits = part < 0 ? p.logits : nullptr;
-                if (now.normw && threadIdx.x >= THREADS - HINTS) give_hints(i, part == 0 ? l : -1);
+                out.now = number, out.old = phase.stream_from();
+                out.words = phase.part == QKV  ? words.qkv()
+                            : phase.part == FC ? words.hidden()
+                                               : words.stream();
+                out.logits = phase.part == HEAD ? p.logits : nullptr;
+                if (now.normw && threadIdx.x >= THREADS - HINTS)
+                    give_hints(p, products, count, phase.i,
+                               phase.part == QKV ? p.keys + layer : nullptr, p.values + layer,
+                               positions);
                 if (now.normw)
-                    norm_rows<R>(rows, words(STREAM), dates, phase - 1, now.normw, now.normb,
-                                 p.eps, p.B);
+                    norm_rows<R>(rows, words.stream(), dates, number - 1, now.normw, now.normb, p.eps,
+                                 p.B);
                 else
-                    take_rows(rows, words(part == 2 ? ATTY : HIDDEN), dates, phase - 1,
-                              p.B * now.C);
+                    take_rows(rows, phase.part == ATTPROJ ? words.atty() : words.hidden(), dates,
+                              number - 1, p.B * now.C);
                 bool pairs = N == 2 && now.C == CHANNELS && now.activation != SWIGLU;
                 first = linear<R>(out, now.bias, now.activation, p.B, now.OC, first,
-                                  gridDim.x * (THREADS / 32), pairs, [&](int, int n) {
+                                  gridDim.x * WARPS, pairs, [&](int, int n) {
                                       return weights.products<N, R>(rows, now.C, n);
                                   });
                 weights.refill();
             }
-            if (multiplies) first -= now.OC;
+            if (phase.multiplies()) first -= now.OC;
         }
         dates.first += phases + 1;
         if (!p.drawn) continue;
         __syncthreads();
-        Total* candidates = words(CANDIDATES);
-        if (int b = threadIdx.x; b < p.B) {  // of this block
-            Total most = 0;
-            for (int i = b; i < THREADS / 32 * N * R; i += R) most = max(most, (&best[0][0])[i]);
-            Total* to = candidates + 2 * (blockIdx.x * p.B + b);
-            dates.hand(to, __uint_as_float(most >> 32), -1);
-            dates.hand(to + 1, __uint_as_float(most), -1);
-        }
-        __syncthreads();  // for a CPU
-        if (int b = warp; b < p.B) {  // of all
-            constexpr int loads = 4;
-            Total most = 0;
-            for (int from = lane; from < gridDim.x; from += 32 * loads) {
-                Pack<2> found[loads] = {};
-                take_pairs<loads>(found, dates, -1, [&](int k) {
-                    int block = from + 32 * k;
-                    return block < gridDim.x ? candidates + 2 * (block * p.B + b) : nullptr;
-                });
-                for (Pack<2> x : found)
-                    most = max(most, (Total)__float_as_uint(x[0]) << 32 | __float_as_uint(x[1]));
-            }
-            most = warp_most(most);
-            if (lane == 0) {
-                tokens[b] = ~(unsigned)most;
-                positions[b]++;
-                if (blockIdx.x == 0)
-                    draw(p.tokens, p.positions, p.drawn, p.at, b, p.rows, tokens[b]);
-            }
-        }
+        draw_likeliest<R>(p, dates, words.candidates(), best[0], WARPS * N * R, tokens, positions);
     }
     if (threadIdx.x == 0) atomicAdd(p.ended, Total(1));
 }
