@@ -695,7 +695,7 @@ FP8_GELU = on_hopper("fp8_gelu", (
     ("the largest, scaled", "warp_max(largest) * scale8->inverse", "warp_max(largest)", "largest"),
     ("slopes without their zero", "-(0x1p16f + 2 * ZERO)", "-0x1p16f", "sums"),
     ("slopes of other columns", "0x7604 | c << 4", "0x7604 | (3 - c) << 4", "sums"),
-    ("sums of one row of two", "row ? of_lane[4 * m + c] + d : d", "d", "sums"),
+    ("sums of one row of two", "row ? of_column[4 * m + c] + d : d", "d", "sums"),
     ("sums of two warps", "turn ? to[32 * k] + sum[k] : sum[k]", "sum[k]", "sums"),
     ("sums in other columns", "lane / 16 * 16 + lane % 4 * 4 + lane / 4 % 4",
      "lane / 16 * 16 + lane % 4 * 2 + lane / 4 % 4", "sums"),

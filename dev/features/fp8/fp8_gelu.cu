@@ -292,13 +292,14 @@ __device__ void finish_backward(
     const TileResult& x, float factor, const Pair (&slopes)[4][4], const TileAt& at, real* result,
     float (*of_warps)[WIDTH], int OC, int team, int half) {
     unsigned lane = forget(threadIdx.x) % 32, warp = forget(threadIdx.x) % TEAM / 32;
-    // A byte b in the middle of a float's fraction is 2^16 + 2 b.
+    // A float of the bytes 0x47, 0x80, b and 0, from the sign down, is 2^16 + 2 b: no conversion.
+    // __byte_perm takes them from bytes 7 and 6 of its two words, byte c, and byte 4.
     float per_byte = factor / (2 * STEPS), at_zero = per_byte * -(0x1p16f + 2 * ZERO);
     float sum[4];  // of a column of each 32
     twins_free(team);
 #pragma unroll
     for (int k = 0; k < 4; k++) {
-        float of_lane[8];
+        float of_column[8];  // sums of this lane's rows
         Eight e[2];
 #pragma unroll
         for (int m = 0; m < 2; m++) {
@@ -311,11 +312,11 @@ __device__ void finish_backward(
                     Pair four = slopes[k][2 * m + row];
                     float byte = __uint_as_float(__byte_perm(four, 0x47800000, 0x7604 | c << 4));
                     d *= byte * per_byte + at_zero;
-                    of_lane[4 * m + c] = row ? of_lane[4 * m + c] + d : d;
+                    of_column[4 * m + c] = row ? of_column[4 * m + c] + d : d;
                 }
         }
         largest = fmaxf(largest, add_to_twins(result, e, half, k));
-        sum[k] = sum_of_lanes(of_lane);
+        sum[k] = sum_of_lanes(of_column);
     }
     // Two of the 8 warps at a time add their sums: places for all would not fit beside the stages.
     int own = lane / 16 * 16 + lane % 4 * 4 + lane / 4 % 4;  // its column of 32
@@ -369,10 +370,11 @@ __device__ void product_with_gelu(
              tile += 2 * gridDim.x, step += steps, done++) {
             TileAt at(tile, sizes);
             TileResult x;
-            Pair of_lane[4][4];  // slopes
+            Pair own_slopes[4][4];  // this lane's
             if (backward)
 #pragma unroll
-                for (int k = 0; k < 4; k++) load_now(of_lane[k], slopes + place_of_slopes(tile, k));
+                for (int k = 0; k < 4; k++)
+                    load_now(own_slopes[k], slopes + place_of_slopes(tile, k));
             mbarrier_wait(waits.my_turn[team], (done + (team == 0)) % 2);  // 0 is first
             for (int i = 0; i < steps; i++, step++) {
                 mbarrier_wait(waits.full[step % STAGES], step / STAGES % 2);
@@ -384,8 +386,8 @@ __device__ void product_with_gelu(
             wait_for_products<0>(x);
             warp_arrives_at_all(waits.empty[(step - 1) % STAGES]);
             if constexpr (backward)
-                finish_backward(twin, across, largest, scale8, sums, x, factor, of_lane, at, result,
-                                of_warps[team], sizes.OC, team, half);
+                finish_backward(twin, across, largest, scale8, sums, x, factor, own_slopes, at,
+                                result, of_warps[team], sizes.OC, team, half);
             else
                 finish_forward(twin, across, largest, scale8->scale, slopes, x, factor, bias, tile,
                                at, result, team, half);

@@ -151,7 +151,12 @@ __device__ void exchange_boxes(real* ring, Waits<true>& waits, const TileMap& df
 }
 
 // fch and its GELU, from the product x. GELU is that of fch as it is stored, rounded. Column
-// 48 n + s of the product is column 4 s + n of the tile.
+// 48 n + s of the product is column 4 s + n of the tile, so that a lane stores 16 bytes at once: of
+// each 32 columns of the tile it has 8 neighbours, which come from 4 eights of the product.
+//
+//     column of the 8       0  1  2  3  4  5  6  7
+//     n: its eight          0  1  2  3  0  1  2  3
+//     in the lane's pair    0  0  0  0  1  1  1  1
 __device__ void finish_forward(real* fch, real* fch_gelu, const TileResult& x, const real* bias,
                                unsigned item, const Sizes<false>& sizes) {
     TileAt at(forget(item), sizes);
@@ -160,6 +165,7 @@ __device__ void finish_forward(real* fch, real* fch_gelu, const TileResult& x, c
     using Eight = Stored<4, Pair>;
     size_t first = (size_t)row * sizes.OC + column;
     fch += first, fch_gelu += first;
+    constexpr int FURTHER = LONG / 32;  // eights from n to n + 1
     Eight next = *reinterpret_cast<const Eight*>(bias + column);
 #pragma unroll
     for (int part = 0; part < LONG; part += 32) {
@@ -175,9 +181,10 @@ __device__ void finish_forward(real* fch, real* fch_gelu, const TileResult& x, c
             if (row + further >= sizes.N) continue;  // a branch: see gelu_share
             Eight y;
             for (int i = 0; i < 4; i++) {
-                const float (*four)[4] = x.x[0] + eight / 2 * LONG / 8 + part / 32;
-                int n = i % 2 * 2 * LONG / 32, j = eight % 2 * 2 + i / 2;
-                y.x[i] = pair(four[n][j] + b[2 * i], four[n + LONG / 32][j] + b[2 * i + 1]);
+                const float (*eights)[4] = x.x[0] + eight / 2 * LONG / 8 + part / 32;
+                int n = i % 2 * 2, j = eight % 2 * 2 + i / 2;
+                y.x[i] = pair(eights[n * FURTHER][j] + b[2 * i],
+                              eights[(n + 1) * FURTHER][j] + b[2 * i + 1]);
             }
             unsigned to = forget(unsigned(sizes.OC)) * further + part;  // not kept in registers
             *reinterpret_cast<Eight*>(fch + to) = y;

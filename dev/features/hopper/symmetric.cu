@@ -54,10 +54,12 @@ struct Sizes {
     __device__ int items() const { return matrices * pairs() + (matrices * alone() + 1) / 2; }
 };
 
-// The tile that this block has of a pair. row and column: in panels
+// The tile that this block has of a pair. row and column: in panels. Most pairs are two tiles of
+// the same columns, one below the other. Each second tile of the diagonal has no such neighbour,
+// and two of those, from anywhere, make a pair.
 struct TileAt {
     int matrix, row, column;
-    bool pair;  // whether the other block's tile has the same columns
+    bool pair;  // whether the other block's tile has the same columns, and loads half of them
     bool rows, columns;  // panels that are loaded: both, unless they are the same
     bool counts;         // not if the last tile has no other beside it: then both blocks have it
     __device__ TileAt(int item, const Sizes& sizes) {
