@@ -220,9 +220,9 @@ def figure_of(name, value):
     return short(value) if name == "tok/s" else f"{value:.{ {'lr': 6, 'norm': 2}.get(name, 4)}f}"
 
 
-def draw(runs, x, data=None, sizes=(), form="svg"):
-    """The chart of runs, as the bytes of an SVG or a PNG. x: "steps" or "tokens". Each line of an
-    SVG has an id, such as run0-loss. Raises UserError without matplotlib."""
+def draw(runs, x, data=None, sizes=()):
+    """The chart of runs, a figure of matplotlib's. x: "steps" or "tokens". Each line has an id,
+    such as run0-loss. Raises UserError without matplotlib."""
     try:
         import matplotlib
     except ImportError:
@@ -259,10 +259,15 @@ def draw(runs, x, data=None, sizes=(), form="svg"):
     ax.xaxis.set_major_formatter(short)  # of all panels
     for ax in axes[[0, -1], 0]:
         ax.set_xlabel(x)
+    pyplot.close(figure)
+    return figure
+
+
+def image_of(figure, form):
+    """The bytes of a figure's SVG or PNG: the same for the same figure."""
     out = io.BytesIO()
     figure.savefig(out, format=form, dpi=150,
                    metadata={"Date": None} if form == "svg" else {"Software": None})
-    pyplot.close(figure)
     return out.getvalue()
 
 
@@ -385,8 +390,8 @@ def main(arguments=None):
         raise UserError(f"--x tokens: nothing says how many tokens a step of {unknown[0]} has; "
                         "give --tokens-per-step")
     x = flags.x or ("steps" if unknown else "tokens")
-    form = Path(flags.output).suffix[1:]
-    replace_file(flags.output, [draw(runs, x, flags.reference, flags.model, form)])
+    figure = draw(runs, x, flags.reference, flags.model)
+    replace_file(flags.output, [image_of(figure, Path(flags.output).suffix[1:])])
     print(f"wrote {flags.output}")
 
 
