@@ -21,7 +21,7 @@ from train_gpt2 import UserError, read_kernels
 
 BESIDE = [LAB.parent / f"{name}.cu" for name in (
     "llama3/llama3", "features/moments", "features/outliers", "features/recompute",
-    "features/recompute_llama", "features/kv_cache")]
+    "features/recompute_llama")]
 
 
 class Task(NamedTuple):

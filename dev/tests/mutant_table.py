@@ -11,7 +11,7 @@ MOMENTS, FP8, OUTLIERS = ("dev/features/moments.cu", "dev/features/fp8/fp8.cu",
 FP8_OUTPUT, BOXES, SUMS = ("dev/features/fp8/fp8_output.cuh", "dev/cpu/hopper.h",
                            "dev/features/ranks/bf16_sums.cu")
 FUSED, RECOMPUTE = "dev/features/fused_biases.cu", "dev/features/recompute.cu"
-RECOMPUTE_LLAMA, KV = "dev/features/recompute_llama.cu", "dev/features/kv_cache.cu"
+RECOMPUTE_LLAMA = "dev/features/recompute_llama.cu"
 FUSED_TESTS = "attention", "rows"  # of test_fused_biases.py
 # What is said of a fault that reads what it does not use, which only AddressSanitizer sees; and of
 # one that only the race finder sees: on a CPU blocks run one after another, as threads often do by
@@ -423,13 +423,6 @@ TABLE = [
         ("matmul_forward4", "s + j % 4;", "s + j / 4;"),
         ("multiply_tile", "wait_for_copies<0>();", ""),
         ("multiply_tile", " + to_float(bias[column])", "")),
-    *of_lab("matmul_backward",
-        ("multiply_weight", "[(size_t)o * C + c] += sum", "[(size_t)o * C + c] = sum"),
-        ("multiply(", "k0 + k < size ?", "k0 + k + 1 < size ?"),
-        ("matmul_backward1_weight", "row * OC + o", "row * OC"),
-        ("matmul_backward4_weight", "* C + c] += sum", "* C + c] = sum"),
-        ("multiply_on_tensor_cores", "wait_for_copies<0>();", ""),
-        ("matmul_backward5_inp", "row < N && c < C", "row <= N && c < C")),
     *of_lab("matmul_backward_bias",
         ("matmul_backward_bias2", "row += gridDim.y", "row += gridDim.y + 1"),
         ("matmul_backward_bias3", "dbias[column] += sum", "dbias[column] = sum")),
@@ -487,18 +480,6 @@ TABLE = [
         ("gqa_forward1", "h / (NH / NKV)", "h % NKV"),
         ("gqa_forward1", "s <= t;", "s < t;")),
     *of_lab("gqa_backward", ("gqa_backward2_kv", " - delta[of_query]", "")),
-    *of_lab("token_linear",
-        ("token_linear1", "c < C", "c < C - 1"),
-        ("token_linear2", "c += 32", "c += 33"),
-        ("token_linear3", " + to_float(bias[o])", "")),
-    *of("token_linear", ("products", "weight + c + d * 32 * W", "weight + c"), file=KV),
-    *of_lab("token_attention",
-        ("token_attention1", "s <= head.position", "s < head.position"),
-        ("token_attention2", "if (first) head.keys", "if (false) head.keys")),
-    *of("token_attention",
-        ("attend", "scale * turned", "turned"),
-        ("attend", "w < WARPS; w++", "w < WARPS - 1; w++"),
-        ("attend", "x += factor * __ldcg", "x += __ldcg"), file=KV),
 ]
 
 # {function with a barrier, in a file of several kernels: the lab's kernel whose checks must notice

@@ -1,5 +1,5 @@
-"""Test dev/library.py: models against NumPy in float64 and against PyTorch's tensors, trainings
-against the program's, and dev/library.ipynb against the outputs that it is stored with."""
+"""Test dev/tools/library.py: models against NumPy in float64 and against PyTorch's tensors, trainings
+against the program's, and dev/tools/library.ipynb against the outputs that it is stored with."""
 import contextlib
 import difflib
 import functools
@@ -17,20 +17,20 @@ import numpy as np
 import pytest
 
 import train_gpt2
-from dev import library
+from dev.tools import library
 from dev.common.config import Config, read_parameters
 from dev.data import own_text
 from dev.features import order
 from dev.lab.gpt2_numpy import forward
 from dev.lab.gpt2_numpy_backward import loss_and_gradients
-from dev.library import load, train
+from dev.tools.library import load, train
 from dev.llama3.train_llama3 import Config3
 from dev.tests.checks import EXACT, FIXTURES, TINY, TOP, check, check_refusal, fast, words
 from dev.tests.models import LIMITS, for_numpy, read_debug_state
 from dev.tests.mutants import Copy
 from dev.tests.trainings import call, place_of
 
-NOTEBOOK = "dev/library.ipynb"
+NOTEBOOK = "dev/tools/library.ipynb"
 
 
 def tiny():

@@ -1,4 +1,4 @@
-"""Test dev/recipes/: the flags that the recipes pass to train_gpt2.py, and the figures in their
+"""Test dev/tools/recipes/: the flags that the recipes pass to train_gpt2.py, and the figures in their
 comments.
 
 Each program that a recipe starts is replaced by one that prints its name and arguments.
@@ -31,8 +31,8 @@ def run_recipe(folder, name, *further, status=0, **environment):
         program.parent.mkdir(exist_ok=True)
         program.write_text(f'#!/bin/sh\nprintf "%s\\n" {program.name} "$@"\nexit {status}\n')
         program.chmod(0o755)
-    copies = folder / "dev" / "recipes"
-    shutil.copytree(TOP / "dev/recipes", copies, dirs_exist_ok=True)
+    copies = folder / "dev/tools/recipes"
+    shutil.copytree(TOP / "dev/tools/recipes", copies, dirs_exist_ok=True)
     return subprocess.run([copies / name, *further], capture_output=True, text=True, cwd="/",
                           env=os.environ | {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}"} |
                           environment)
@@ -56,7 +56,7 @@ def rate_of(label):
 @fast
 def test_sizes(folder):
     """The flags of each size. Its hours and loss follow from the sources that the comment names."""
-    text = (TOP / "dev/recipes/gpt2.sh").read_text(encoding="utf-8")
+    text = (TOP / "dev/tools/recipes/gpt2.sh").read_text(encoding="utf-8")
     table = {size: row.split()
              for size, row in re.findall(r"^# {5}(\d+M) +(\d.*)$", text, re.MULTILINE)}
     check("a row for each size", [*table] == [*SIZES], table)
@@ -113,7 +113,7 @@ def test_sizes(folder):
 def test_muon(folder):
     """What the recipe with Muon changes in that of 124M, for one GPU and for eight; its minutes
     follow from the sources that its comment names; flags that are given win."""
-    text = (TOP / "dev/recipes/gpt2_muon.sh").read_text(encoding="utf-8")
+    text = (TOP / "dev/tools/recipes/gpt2_muon.sh").read_text(encoding="utf-8")
     done = run_recipe(folder, "gpt2_muon.sh")
     check("without data", done.returncode == 1 and "python -m dev.data.fineweb" in done.stderr,
           done.stderr)
@@ -174,7 +174,7 @@ def test_nodes(folder):
         found = found[found.index("scontrol") :] if "scontrol" in found else []
         check(f"{slurm}: when ranks end with {status}", (done.returncode, found) == (status, wish),
               found)
-    text = (TOP / "dev/recipes" / slurm).read_text(encoding="utf-8")
+    text = (TOP / "dev/tools/recipes" / slurm).read_text(encoding="utf-8")
     options = dict(re.findall(r"^#SBATCH --([\w-]+)=?(.*)$", text, re.MULTILINE))
     wish = dict(nodes="2", signal="TERM@120", requeue="") | {"ntasks-per-node": "8",
                                                              "gpus-per-node": "8"}
@@ -204,7 +204,7 @@ def test_fine_tuning(folder):
     """What the recipe starts, that the flags are the programs' own, and what it prints before and
     after; what is missing is said."""
     (folder / "chats.jsonl").touch()
-    shutil.copytree(TOP / "dev/recipes", folder / "dev/recipes")
+    shutil.copytree(TOP / "dev/tools/recipes", folder / "dev/tools/recipes")
 
     def start(*arguments, **environment):
         words = folder / "bin" / "python"
@@ -214,7 +214,7 @@ def test_fine_tuning(folder):
         (folder / "calls").unlink(missing_ok=True)
         for log in folder.glob("log_chats_*"):
             shutil.rmtree(log)
-        done = subprocess.run([folder / "dev/recipes/fine_tune.sh", *arguments], cwd=folder,
+        done = subprocess.run([folder / "dev/tools/recipes/fine_tune.sh", *arguments], cwd=folder,
                               capture_output=True, text=True, env=os.environ | {
                                   "PATH": f"{words.parent}:{os.environ['PATH']}"} | environment)
         calls = folder / "calls"

@@ -6,8 +6,7 @@ import numpy as np
 
 from dev.tests.checks import check, fast
 from dev.features.checkpoints.state_file import STATE, shuffle_record
-from dev.tests.same_cases import MODELS, Case, data_files
-from dev.tests.same_compare import compare
+from dev.tests.same import MODELS, Case, compare, data_files
 from train_gpt2 import make_header
 
 LINE = "step    1/4 | loss 3.1 | norm 1.0 | lr 1e-2 | {} ms\n"
@@ -58,10 +57,10 @@ def compare_runs(folder, name, wish, old, new, statuses=((0,), (0,))):
     sides = [folder / re.sub(r"\W+", "_", name) / side for side in ("old", "new")]
     for side, files in zip(sides, (both, both | new)):
         for path, content in files.items():
-            path = side / "a case" / path
+            path = side / Case("-x 1").name / path
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content.encode() if isinstance(content, str) else content)
-    found, _ = compare(Case("a case"), sides, statuses)
+    found, _ = compare(Case("-x 1"), sides, statuses)
     check(f"{name}: {wish or 'the same'}", found == [] if wish is None else
           len(found) == 1 and re.search(wish, found[0]), found)
 
@@ -71,7 +70,7 @@ def test_runs(folder):
     """Two runs of a case: what they print, their files, and how they end."""
     for wish, new in ((None, {"out0.txt": LINE.format(8)}),
                       ("line 1: .*loss 3.1.*loss 3.2", {"out0.txt": LINE.replace("3.1", "3.2")}),
-                      ("only NEW has state", {"run0/state_00000002_00000.bin": "x"}),
+                      ("only NEW has run0/state", {"run0/state_00000002_00000.bin": "x"}),
                       ("main.log: line 1", {"run0/main.log": "s:0"})):
         compare_runs(folder, f"a run, {wish}", wish, {}, new)
     compare_runs(folder, "another status", r"exit status \[0\] and \[1\]: .*'error: no'", {},

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Fine-tune GPT-2 or Llama 3.2 1B on conversations of your own, one a line: see dev/data/chats.py.
 #
-#     dev/recipes/fine_tune.sh gpt2 chats.jsonl
-#     dev/recipes/fine_tune.sh llama chats.jsonl           # needs Llama's tokenizer.json in this folder
-#     dev/recipes/fine_tune.sh gpt2 chats.jsonl -l 5e-5    # flags of the trainer, which override those below
-#     ROW=128 dev/recipes/fine_tune.sh llama:log_text chats.jsonl -d 1024 -l 1e-3    # from a run of yours
+#     dev/tools/recipes/fine_tune.sh gpt2 chats.jsonl
+#     dev/tools/recipes/fine_tune.sh llama chats.jsonl           # needs Llama's tokenizer.json in this folder
+#     dev/tools/recipes/fine_tune.sh gpt2 chats.jsonl -l 5e-5    # flags of the trainer, which override those below
+#     ROW=128 dev/tools/recipes/fine_tune.sh llama:log_text chats.jsonl -d 1024 -l 1e-3    # from a run of yours
 #
 # It makes the tokens and their masks, in rows of ROW tokens, by default 1024, and trains for one
 # pass over them. The first tenth of the file is held out. At the end it prints how the model

@@ -1,6 +1,6 @@
 """The program as a library: GPT-2 and Llama 3 in NumPy's arrays.
 
-    from dev.library import load, train
+    from dev.tools.library import load, train
     model = load("gpt2_124M.bin")                  # or a run's folder; or random: "2x4x128", "d12"
     print(model.generate("To be, or not to be", 20))
     logits = model.logits(model.encode("To be, or"))    # of tokens (B,T) or (T,): (B,T,V)
@@ -11,7 +11,7 @@
 All flags of `python train_gpt2.py --help` are keywords, by their long names: load(name,
 device="cpu", dtype="bf16", seq_len=256), train(name, train_data="book_train.bin", batch_size=12).
 As there, the default device is a GPU if there is one, else the CPU. Errors are UserErrors of one
-line, with the flags' names. dev/library.ipynb shows all of it.
+line, with the flags' names. dev/tools/library.ipynb shows all of it.
 """
 import os
 from typing import NamedTuple

@@ -2,7 +2,7 @@
 # gpt2.sh 124M on two nodes of eight GPUs, under Slurm. Submit it in the top folder, which both
 # nodes must see:
 #
-#     sbatch dev/recipes/gpt2_124M_slurm.sh
+#     sbatch dev/tools/recipes/gpt2_124M_slurm.sh
 #
 # batch    16 ranks with B=32 and T=1024 make up the 524,288 tokens of a step (-d)
 # ranks    srun starts 16; they find each other through a file in log_gpt2_124M/
@@ -28,7 +28,7 @@ fi
 cd "$SLURM_SUBMIT_DIR"
 export LAUNCH="srun --cpus-per-task=$SLURM_CPUS_PER_TASK --kill-on-bad-exit=0 python"
 status=0
-dev/recipes/gpt2.sh 124M -b 32 -m 320 -z 1 "$@" || status=$?
+dev/tools/recipes/gpt2.sh 124M -b 32 -m 320 -z 1 "$@" || status=$?
 if [ "$status" = 143 ]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi

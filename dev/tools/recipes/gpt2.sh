@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Train GPT-2 on FineWeb, in one of its four sizes:
 #
-#     dev/recipes/gpt2.sh 124M                # with the flags of llm.c's scripts/run_gpt2_124M.sh
-#     dev/recipes/gpt2.sh 124M --gpus 8       # on eight GPUs of this machine
-#     dev/recipes/gpt2.sh 1558M --dry-run     # print how much memory and time it takes, and stop
+#     dev/tools/recipes/gpt2.sh 124M                # with the flags of llm.c's scripts/run_gpt2_124M.sh
+#     dev/tools/recipes/gpt2.sh 124M --gpus 8       # on eight GPUs of this machine
+#     dev/tools/recipes/gpt2.sh 1558M --dry-run     # print how much memory and time it takes, and stop
 #
 # Flags of train_gpt2.py may follow the size; they override those below. The log and the
 # checkpoints go to log_gpt2_SIZE/. Run the same command again to resume.
@@ -26,7 +26,7 @@
 #
 # LAUNCH is the command that runs train_gpt2.py, python by default: see gpt2_124M_slurm.sh.
 set -euo pipefail
-cd "$(dirname "$0")/../.."
+cd "$(dirname "$0")/../../.."
 
 size=${1:-nothing} d=524288 x=19560 q=0 s=20000 n=5000 version=10B
 case $size in

@@ -2,9 +2,9 @@
 # Train GPT-2 124M on FineWeb to a validation loss of 3.28 with Muon, in a sixth of the steps of
 # gpt2.sh 124M. This was never run here, where there is no FineWeb: all of it is an estimate.
 #
-#     dev/recipes/gpt2_muon.sh                # 46 minutes on one H200
-#     dev/recipes/gpt2_muon.sh --gpus 8       # 6 minutes on eight H100s
-#     dev/recipes/gpt2_muon.sh --dry-run      # print how much memory and time it takes, and stop
+#     dev/tools/recipes/gpt2_muon.sh                # 46 minutes on one H200
+#     dev/tools/recipes/gpt2_muon.sh --gpus 8       # 6 minutes on eight H100s
+#     dev/tools/recipes/gpt2_muon.sh --dry-run      # print how much memory and time it takes, and stop
 #
 # Flags of train_gpt2.py may follow; they override those below. The log and the checkpoints go to
 # log_gpt2_muon/. Run the same command again to resume.
