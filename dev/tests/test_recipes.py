@@ -1,5 +1,5 @@
-"""Test dev/tools/recipes/: the flags that the recipes pass to train_gpt2.py, and the figures in their
-comments.
+"""Test dev/tools/recipes/: the flags that the recipes pass to train_gpt2.py, and the figures in
+their comments.
 
 Each program that a recipe starts is replaced by one that prints its name and arguments.
 """
