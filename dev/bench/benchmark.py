@@ -4,7 +4,6 @@
     python -m dev.bench.benchmark --llmc FOLDER           # all of it, in nine minutes on an H200
     python -m dev.bench.benchmark --no-torch --rows "B=32"    # only rows at B=32, without PyTorch
     python -m dev.bench.benchmark --rows none --dtype tf32 -b 4   # only kernels, in another dtype
-    python -m dev.bench.benchmark --float8 both           # only FP8, beside PyTorch's
 
 Everything is measured in one call. Each job is a process of its own, so that its memory can be
 measured and a failure costs only its own line. Jobs run in the order of ROWS, the most important
@@ -13,19 +12,10 @@ first, until --minutes are over. "Ours" is the trainer itself, order.main(), wit
 FOLDER has a run.sh that builds llm.c and times `run.sh TOKENS.bin -e d12 -b B -t 1024`. A missing
 measurement is a dash in the table, and a line below says why. The tables are written between two
 markers in dev/RESULTS.md; python -m dev.tools.draw step then draws the kernels.
-
---float8 times PyTorch in FP8 with torchao's float8 training, and beside it PyTorch in bf16 and ours
-in FP8: 124M at B=32 and 1558M at B=8. convert_to_float8_training replaces all four linear layers of
-each block, with one of torchao's recipes: rowwise has a scale for each row of a factor, tensorwise
-one for each tensor. Both find scales from the tensor itself, and do all three products of a layer
-in FP8. The head stays in bf16, as torchao recommends. The table is printed and not written. Without
-a network, unpack torchao's wheel and name that folder in PYTHONPATH; its libraries (.so) are not
-needed.
 """
 import contextlib
 import datetime
 import functools
-import importlib.util
 import io
 import json
 import os
@@ -43,7 +33,7 @@ import numpy as np
 
 import train_gpt2
 from dev.bench import peers
-from dev.bench.benchmark_tables import CHAPTERS, FASTER, TWO_FILES, float8_table, report
+from dev.bench.benchmark_tables import CHAPTERS, FASTER, TWO_FILES, report
 from dev.bench.step_by_kernel import (
     Recorder, by_label, check_tables, recorded_steps, timed_step, work_of_step)
 from dev.common.bf16 import to_bf16
@@ -65,7 +55,7 @@ from train_gpt2 import UserError, replace_file
 
 STEPS = 30  # of ours; the median is over all of them, the first two included
 PROFILED = 8  # steps whose launches are timed one by one; the first two warm up
-TIMEOUT, FLOAT8_TIMEOUT = 150, 300  # seconds, for one process
+TIMEOUT = 150  # seconds, for one process
 RESULTS = train_gpt2.HERE / "dev/RESULTS.md"
 MARKERS = "<!-- benchmark: begin -->", "<!-- benchmark: end -->"
 
@@ -111,8 +101,6 @@ THEN = [  # if there is time left after FASTER
 ]
 ROWS = FIRST + THEN
 TAKEN_APART = FIRST[:2]  # timed with each of FASTER
-IN_FLOAT8 = [row for row in FIRST if row[:3] in (("d12", "bf16", 32), ("d48", "bf16", 8))]
-RECIPES = {"rowwise": ["rowwise"], "tensorwise": ["tensorwise"], "both": ["rowwise", "tensorwise"]}
 
 FLAGS = [
     (None, "--rows", str, "", f"only rows whose name matches this regular expression, of "
@@ -120,8 +108,6 @@ FLAGS = [
     (None, "--no-torch", "switch", 0, "1: without PyTorch"),
     (None, "--llmc", "name", None, "the folder of a run.sh that builds and times llm.c (default: "
      "without llm.c)"),
-    (None, "--float8", tuple(RECIPES), None, "only FP8, with these recipes of torchao's beside it: "
-     "48 layers take PyTorch minutes to compile"),
     ("-e", "--model", "name", "d12", "GPT-2 of the table of kernels"),
     (None, "--dtype", ("fp32", "tf32", "bf16", "fp8"), "bf16", "its dtype"),
     ("-b", "--batch-size", "count", 32, "its B"),
@@ -273,8 +259,8 @@ def find_ceilings(dtypes):
                          f"{version % 1000 // 10}")
 
 
-def time_torch(row, folder, recipe=None):
-    return peers.torch_step(row, row.config, tokens_of(row, folder), recipe=recipe)
+def time_torch(row, folder):
+    return peers.torch_step(row, row.config, tokens_of(row, folder))
 
 
 def time_llmc(row, folder, script):
@@ -285,7 +271,7 @@ JOBS = {job.__name__: job for job in (
     time_ours, time_faster, time_kernels, find_ceilings, time_torch, time_llmc)}
 
 
-def run_job(end, name, *arguments, timeout=TIMEOUT):
+def run_job(end, name, *arguments):
     """Run a job in a process of its own, which is stopped at `end`. Returns its result, or a str
     that says why there is none."""
     shown, begun = " ".join([name, *map(str, arguments[:1])]), time.perf_counter()
@@ -296,7 +282,7 @@ def run_job(end, name, *arguments, timeout=TIMEOUT):
                             json.dumps([name, *arguments])], text=True, start_new_session=True,
                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
-        out, said = job.communicate(timeout=min(timeout, end - begun))
+        out, said = job.communicate(timeout=min(TIMEOUT, end - begun))
         if job.returncode == 0:
             result = json.loads(out.splitlines()[-1])
         else:
@@ -379,37 +365,10 @@ def check_gpu():
                         "nvidia-smi")
 
 
-def measure_float8(flags, rows):
-    """Time FP8 beside torchao's. Returns the tables. Raises UserError."""
-    for package in ("torch", "torchao"):
-        if not importlib.util.find_spec(package):
-            raise UserError(f"{package} is not installed, and it is what --float8 times: pip "
-                            "install -r dev/requirements.txt")
-    check_gpu()
-    end, tables = time.perf_counter() + 60 * flags.minutes, []
-    with tempfile.TemporaryDirectory() as folder:
-        for row in rows:
-            tokens_of(row, folder)
-            ours, recipes = row._replace(dtype="fp8", mode=()), RECIPES[flags.float8]
-            jobs = {"ours, --dtype fp8": ("time_ours", ours, folder),
-                    "PyTorch, bf16": ("time_torch", row, folder)}
-            jobs |= {f"PyTorch, float8 {recipe}": ("time_torch", row, folder, recipe)
-                     for recipe in recipes}
-            results = {}
-            for name, job in jobs.items():
-                print(f"{name}: ", end="")
-                results[name] = run_job(end, *job, timeout=FLOAT8_TIMEOUT)
-            tables += ["", *float8_table(row, results)]
-    return tables
-
-
 def main(arguments=None):
     """Everything from the flags to the file. Raises UserError."""
     flags = parse_flags(__doc__, FLAGS, arguments)
-    rows = chosen(IN_FLOAT8 if flags.float8 else ROWS, flags.rows)
-    if flags.float8:
-        print(*measure_float8(flags, rows), sep="\n")
-        return
+    rows = chosen(ROWS, flags.rows)
     check_gpu()
     if flags.job:
         name, first, *more = json.loads(flags.job)

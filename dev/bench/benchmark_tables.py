@@ -112,21 +112,6 @@ def kernel_table(dtype, kernels, ceilings):
                      "of ceiling"], 1, lines)
 
 
-def float8_table(row, results):
-    """The lines of --float8's table of a row. results: {what is timed: measurement}."""
-    size, in_bf16 = str(row).split()[0], results["PyTorch, bf16"]
-    yield f"| {size} B={row.B} | ms | of PyTorch's bf16 | GiB | last loss | converted |"
-    yield "| --- " * 6 + "|"
-    for name, result in results.items():
-        if isinstance(result, str):
-            yield f"| {name} | - | - | - | - | {result} |"
-            continue
-        share = f"{result['ms'] / in_bf16['ms']:.2f}" if isinstance(in_bf16, dict) else "-"
-        loss = f"{result['loss']:.3f}" if "loss" in result else "-"
-        yield (f"| {name} | {ms_of(result)} | {share} | {gib_of(result)} | {loss} "
-               f"| {result.get('converted') or '-'} |")
-
-
 def report(title, rows, ours, torch, llmc, faster, profiled, kernels, ceilings, steps, before):
     """Everything between the markers of dev/RESULTS.md. profiled: the row whose kernels are timed;
     steps: how many (of ours, of the kernels); before: how many graphs run before a timed step."""

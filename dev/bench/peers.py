@@ -12,7 +12,6 @@ from dev.features.data_loader import FilesLoader
 from train_gpt2 import UserError
 
 WARM_UP, STEPS = 5, 20  # of PyTorch
-MATRICES = "qkv", "attproj", "fc", "fcproj"  # of a layer of GPT-2
 
 # ---- PyTorch
 
@@ -30,7 +29,7 @@ def gpt2(c, backend):
     class Model(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.names, self.linear = {}, torch.nn.functional.linear
+            self.names = {}
             for name, dims, kind in shape.tensors():
                 whole = len(dims) == 1 or name in ("wte", "wpe")
                 self.names[name] = [name] if whole else [f"{name}{l}" for l in range(c.L)]
@@ -44,28 +43,9 @@ def gpt2(c, backend):
                        for name, names in self.names.items()}
             for name in ("wte", "wpe", "lnfw", "lnfb"):
                 [weights[name]] = weights[name]
-            return shape.forward(weights, x, y, attend, self.linear)[1]
+            return shape.forward(weights, x, y, attend)[1]
 
     return Model()
-
-
-def in_float8(model, c, recipe):
-    """Let torchao's float8 training, with a recipe of its own, do the products of a gpt2()'s
-    layers. The head stays in bf16, as torchao recommends. Returns what was converted, in words."""
-    import torch
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-    for name in MATRICES:
-        for l in range(c.L):
-            weight = getattr(model, f"{name}w{l}")
-            layer = torch.nn.Linear(*reversed(weight.shape), device="meta")
-            layer.weight, layer.bias = weight, getattr(model, f"{name}b{l}")
-            delattr(model, f"{name}w{l}")
-            model.add_module(f"{name}w{l}", layer)  # only modules can be converted
-    model.linear = lambda x, layer, bias: layer(x)
-    convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(recipe))
-    kinds = [type(layer).__name__ for layer in model.children()]
-    return f"{kinds.count('Float8Linear')} of {len(kinds)} linear layers, and not the head"
 
 
 def llama3(c, backend):
@@ -96,10 +76,10 @@ def llama3(c, backend):
     return Model()
 
 
-def torch_step(row, c, tokens, device="cuda", steps=STEPS, recipe=None):
+def torch_step(row, c, tokens, device="cuda", steps=STEPS):
     """{ms, memory, loss, version} of PyTorch's step: torch.compile in the row's mode, its
     attention, autocast to bf16, fused AdamW. The copy of each batch and the read of its loss are
-    included. recipe: see in_float8."""
+    included."""
     try:
         import torch
         from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -110,7 +90,6 @@ def torch_step(row, c, tokens, device="cuda", steps=STEPS, recipe=None):
         torch.set_float32_matmul_precision("highest" if row.dtype == "fp32" else "high")
         with torch.device(device):
             model = (llama3 if hasattr(c, "ffn_multiplier") else gpt2)(c, backend)
-        converted = in_float8(model, c, recipe) if recipe else None
     except ImportError as e:
         raise UserError(f"{e}: pip install -r dev/requirements.txt, or give --no-torch") from None
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.0, fused=True)
@@ -134,7 +113,6 @@ def torch_step(row, c, tokens, device="cuda", steps=STEPS, recipe=None):
     if not math.isfinite(value):
         raise UserError(f"PyTorch's loss is {value}")
     return dict(ms=1e3 * float(np.median(times[WARM_UP:])), loss=value, version=torch.__version__,
-                converted=converted,
                 memory=torch.cuda.max_memory_allocated() if device == "cuda" else 0)
 
 

@@ -139,7 +139,7 @@ class GPT2(NamedTuple):
             ("lnfb", (C,), "bias"),
         ]
 
-    def forward(self, weights, x, y, attention=attention, linear=F.linear):
+    def forward(self, weights, x, y, attention=attention):
         """Tokens x and targets y (B,T) -> logits (B,T,V) and the mean cross entropy over B*T."""
         B, T = x.shape
         C, NH = self.C, self.NH
@@ -148,12 +148,13 @@ class GPT2(NamedTuple):
         for (ln1w, ln1b, qkvw, qkvb, attprojw, attprojb,
              ln2w, ln2b, fcw, fcb, fcprojw, fcprojb) in zip(*blocks):
             n = F.layer_norm(h, (C,), ln1w, ln1b, 1e-5)
-            qkv = linear(n, qkvw, qkvb).view(B, T, 3, NH, C // NH)
+            qkv = F.linear(n, qkvw, qkvb).view(B, T, 3, NH, C // NH)
             q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B,NH,T,HS) each
             a = attention(q, k, v).transpose(1, 2).reshape(B, T, C)
-            h = h + linear(a, attprojw, attprojb)
+            h = h + F.linear(a, attprojw, attprojb)
             n = F.layer_norm(h, (C,), ln2w, ln2b, 1e-5)
-            h = h + linear(F.gelu(linear(n, fcw, fcb), approximate="tanh"), fcprojw, fcprojb)
+            gelu = F.gelu(F.linear(n, fcw, fcb), approximate="tanh")
+            h = h + F.linear(gelu, fcprojw, fcprojb)
         logits = F.linear(F.layer_norm(h, (C,), lnfw, lnfb, 1e-5), wte[: self.V])
         return logits, F.cross_entropy(logits.view(B * T, -1), y.reshape(B * T))
 

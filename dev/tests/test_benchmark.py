@@ -155,34 +155,6 @@ def test_device(folder):
           kinds)
 
 
-def test_float8(folder):
-    """torchao's recipes stand beside PyTorch in bf16 and ours, and one that fails says why."""
-    done = []
-
-    def job(end, name, row, folder, recipe=None, timeout=0):
-        done.append((name, str(row), recipe))
-        if recipe == "tensorwise":
-            return "failed: out of memory"
-        of_torch = dict(loss=6.25, converted="48 of 48") if name == "time_torch" else {}
-        return dict(ms=30.0 if recipe else 40.0, memory=2 * GIB) | of_torch
-
-    said, there, absent = io.StringIO(), lambda package: True, lambda package: package != "torchao"
-    with mock.patch.multiple(benchmark, run_job=job, check_gpu=lambda: None), \
-            mock.patch("importlib.util.find_spec", there), contextlib.redirect_stdout(said):
-        benchmark.main(["--float8", "both", "--rows", "124M"])
-    row = "124M bf16 B=32"
-    check("jobs", done == [("time_ours", "124M fp8 B=32", None), ("time_torch", row, None),
-                           ("time_torch", row, "rowwise"), ("time_torch", row, "tensorwise")], done)
-    lines = said.getvalue().splitlines()[-4:]
-    check("a recipe", lines[2] == "| PyTorch, float8 rowwise | 30.00 | 0.75 | 2.0 | 6.250 | 48 of "
-          "48 |", lines[2])
-    check("one that fails", lines[3].endswith("| - | - | - | - | failed: out of memory |"),
-          lines[3])
-    with mock.patch("importlib.util.find_spec", absent):
-        check_refusal("no torchao", "torchao is not installed.*pip install -r dev/requirements.txt",
-                      benchmark.main, ["--float8", "both"])
-
-
 @fast
 def test_llmc(folder):
     """llm.c's median comes from its script, and its memory from its log."""

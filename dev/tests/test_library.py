@@ -1,5 +1,6 @@
 """Test dev/tools/library.py: models against NumPy in float64 and against PyTorch's tensors,
-trainings against the program's, and dev/tools/library.ipynb against the outputs that it is stored with."""
+trainings against the program's, and dev/tools/library.ipynb against the outputs that it is stored
+with."""
 import contextlib
 import difflib
 import functools
