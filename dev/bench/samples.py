@@ -1,15 +1,13 @@
-"""Time the tokens of samples, beside transformers' with a static cache.
+"""Time the tokens of samples.
 
     python -m dev.bench.samples                          # GPT-2 124M, random weights
     python -m dev.bench.samples --batch 128 --context 16
     python -m dev.bench.samples -e gpt2_124M.bin --device cpu --dtype fp32 --context 500
 
-A row each: greedy tokens, and tokens drawn with temperature 1 (ours alone). --batch texts of
---context random tokens go on side by side, for some tokens first that are not counted. Each time
-is the best of --rounds: on a shared machine others make it longer, and nothing makes it shorter.
-transformers is generate() with cache_implementation="static", and left out if it is not installed.
+A row each: greedy tokens, and tokens drawn with temperature 1. --batch texts of --context random
+tokens go on side by side, for some tokens first that are not counted. Each time is the best of
+--rounds: on a shared machine others make it longer, and nothing makes it shorter.
 """
-import importlib.util
 import itertools
 import os
 import time
@@ -35,8 +33,7 @@ FLAGS = [
     (None, "--tokens", "count", 128, "tokens that are timed"),
     (None, "--rounds", "count", 3, "how often"),
     (None, "--device", ("cuda", "cpu"), None, "where to compute"),
-    (None, "--dtype", ("fp32", "tf32", "bf16"), None, "default: bf16, on a CPU fp32"),
-    (None, "--alone", "switch", 0, "1: without transformers")]
+    (None, "--dtype", ("fp32", "tf32", "bf16"), None, "default: bf16, on a CPU fp32")]
 FIRST = 3 * AHEAD - 1  # tokens until graphs are recorded, and AHEAD are drawn at a time
 
 
@@ -64,32 +61,6 @@ def ours(flags, c, tensors):
         yield temperature, min(found)
 
 
-def with_transformers(flags, c):
-    import torch
-    from transformers import GPT2Config, GPT2LMHeadModel
-    torch.set_float32_matmul_precision("high" if flags.dtype == "tf32" else "highest")
-    place, dtype = flags.device, torch.bfloat16 if flags.dtype == "bf16" else torch.float32
-    # of these sizes, and with weights of its own: values change no time
-    model = GPT2LMHeadModel(GPT2Config(
-        vocab_size=c.V, n_positions=c.maxT, n_embd=c.C, n_layer=c.L, n_head=c.NH))
-    model = model.to(place, dtype).eval()
-    texts = torch.tensor(texts_of(flags, c), device=place)
-    texts = torch.cat([texts, texts[:, :1].repeat(1, FIRST)], 1)
-
-    def seconds(count):
-        start = time.perf_counter()
-        model.generate(texts, attention_mask=torch.ones_like(texts), do_sample=False,
-                       cache_implementation="static", min_new_tokens=count, max_new_tokens=count,
-                       pad_token_id=0).cpu()
-        return time.perf_counter() - start
-
-    seconds(flags.tokens)  # compiles
-    # the difference leaves out the pass over the text
-    pairs = [(seconds(flags.tokens), seconds(1)) for _ in range(flags.rounds)]
-    all_tokens, one = (min(times) for times in zip(*pairs))
-    return (all_tokens - one) / (flags.tokens - 1)
-
-
 def main():
     flags = parse_flags(__doc__, FLAGS)
     flags.device = flags.device or ("cuda" if has_gpu() else "cpu")
@@ -105,16 +76,9 @@ def main():
     print(f"{flags.model}, {flags.dtype}, {flags.device}: {flags.batch} texts, tokens {first} to "
           f"{first + flags.tokens - 1}")
 
-    def show(name, seconds):
-        print(f"{name:24} {1e3 * seconds:9.3f} ms a token {flags.batch / seconds:12,.0f} tok/s",
-              flush=True)
-
     for temperature, seconds in ours(flags, c, tensors.items()):
-        show(f"ours, temperature {temperature:.0f}", seconds)
-    if not flags.alone and not importlib.util.find_spec("transformers"):
-        print("transformers is not installed")
-    elif not flags.alone:
-        show("transformers, greedy", with_transformers(flags, c))
+        print(f"temperature {temperature:.0f} {1e3 * seconds:9.3f} ms a token "
+              f"{flags.batch / seconds:12,.0f} tok/s", flush=True)
 
 
 if __name__ == "__main__":

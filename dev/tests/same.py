@@ -99,7 +99,7 @@ ONCE = (
     "--attention relu --recompute 1", "--moments bf16 --dtype bf16 --recompute 2",
     "--dtype fp8 --recompute 1", "-k wsd -x 6 -q 0 --beta1 0.8 --beta2 0.95 --eps 1e-6 --clip 0",
     "-k linear -x 6 --clip 0.5", "-k constant -n 1 -nk 1 -nm 2", f"-a 1 {D3}", HELLASWAG)
-LLAMA = (  # flags, more runs, model
+LLAMAS = (  # flags, more runs, model
     (D3, AGAIN, "llama_tied"), (f"{D3} -s 4 -g 6", AGAIN, "llama_gqa"),
     (f"--dtype bf16 {D3}", AGAIN, "llama_gqa"), (f"--recompute 1 {D3}", (), "llama_gqa"),
     (f"--recompute 2 {D3}", AGAIN, "llama_tied"), ("--recompute 2 --dtype bf16", (), "llama_gqa"),
@@ -119,7 +119,7 @@ CASES = [
     Case(DRY_RUN, model="llama_gqa"), Case(SAMPLE), Case("-l 1e30 -x 6", fails=True),
     *(Case(flags, AGAIN) for flags in RESUMED), *map(Case, ONCE),
     Case(f"--dtype bf16 {D3}", cxx="-DAS_HOPPER -DHOPPER", needs="cpu"),
-    *(Case(*row) for row in LLAMA), *(Case(*row, ranks=2) for row in TWO_RANKS),
+    *(Case(*row) for row in LLAMAS), *(Case(*row, ranks=2) for row in TWO_RANKS),
     Case("-z 1 -d 256", (("", 2),), "llama_gqa", ranks=2), Case("-d 192", ranks=3),
     Case("-z 1", (), "llama_tied", ranks=3), Case("-d 384 -z 1", (("", 3),), ranks=3),
     Case("-x 6 -d 256 --shuffle 0", (("-z 1", 2), ("-z 0", 1))),
@@ -167,18 +167,17 @@ def run_case(case, device, tree, side, olds):
     usual = case.flags not in (HELP, SAMPLE)
     model = f"-e ../../data/{case.model}.bin {USUAL}" * usual
     for i, (flags, ranks) in enumerate([("", case.ranks), *case.then]):
-        words = f"{sys.executable} -m {program} --device {device} {model} {case.flags} {flags}"
-        words += f" -o run{i}" * usual
-        if ranks > 1:
-            words = (f"{words} --gpus {ranks}" if device == "cuda" else
-                     f"{MPIRUN} --oversubscribe --bind-to none -n {ranks} {words}")
+        words = f"--device {device} {model} {case.flags} {flags}" + f" -o run{i}" * usual
+        words += f" --gpus {ranks}" * (ranks > 1 and device == "cuda") + " -y 1" * (i > 0)
+        command = [sys.executable, "-m", program, *words.split()]
+        if ranks > 1 and device == "cpu":
+            command = [MPIRUN, "--oversubscribe", "--bind-to", "none", "-n", str(ranks), *command]
         if i:  # as if it had been killed before later steps
-            words += " -y 1"
             without(olds / case.name / f"run{i - 1}", folder / f"run{i}",
                     *range(i * int(case.last("-n")) + 1, 150))
         with open(folder / f"out{i}.txt", "w") as out:
             statuses.append(subprocess.run(
-                words.split(), stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
+                command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT,
                 env=environment, cwd=folder).returncode)
         if statuses[-1]:
             break

@@ -82,15 +82,8 @@ struct TileAt {
     }
 };
 
-// mbarriers.
 template <bool backward>
-struct Waits {
-    unsigned long long full[STAGES<backward>],  // a step's operands have arrived
-        empty[STAGES<backward>],                // the blocks of the cluster have multiplied them
-        my_turn[2],        // a warpgroup may begin: the other one has all its stages
-        fch_there[2][6],   // a box of fch has arrived, one of six of a warpgroup's tile
-        dfch_there[RING];  // all warps have replaced their part of it by dfch
-};
+using Waits = FusedWaits<STAGES<backward>, RING>;
 
 // One thread loads what is multiplied, step by step: 64 of C of a tile's rows and columns.
 template <bool backward>
@@ -259,14 +252,7 @@ __device__ void product_with_gelu(
     DYNAMIC_SHARED(real, stages);
     real* ring = stages + STAGES * STAGE;
     __shared__ Waits<backward> waits;
-    if (threadIdx.x == 0) {
-        for (auto& mbarrier : waits.full) mbarrier_start(mbarrier, 1);
-        for (auto& mbarrier : waits.empty) mbarrier_start(mbarrier, 4 * CLUSTER);  // warps
-        for (auto& mbarrier : waits.my_turn) mbarrier_start(mbarrier, 4);
-        for (auto& of_group : waits.fch_there)
-            for (auto& mbarrier : of_group) mbarrier_start(mbarrier, 1);
-        for (auto& mbarrier : waits.dfch_there) mbarrier_start(mbarrier, 4);
-    }
+    if (threadIdx.x == 0) waits.start();
     cluster_sync();
 
     if (threadIdx.x >= WORKERS) {

@@ -171,6 +171,24 @@ __device__ void multiply_in_turn(
     warp_arrives_at_all(waits.empty[(step - 1) % STAGES]);
 }
 
+// mbarriers of a product that goes with an activation.
+template <int STAGES, int RING>
+struct FusedWaits {
+    unsigned long long full[STAGES],  // a step's operands have arrived
+        empty[STAGES],                // the blocks of the cluster have multiplied them
+        my_turn[2],        // a warpgroup may begin: the other one has all its stages
+        fch_there[2][6],   // a box of fch has arrived, one of six of a warpgroup's tile
+        dfch_there[RING];  // all warps have replaced their part of it by dfch
+    __device__ void start() {
+        for (auto& mbarrier : full) mbarrier_start(mbarrier, 1);
+        for (auto& mbarrier : empty) mbarrier_start(mbarrier, 4 * CLUSTER);  // warps
+        for (auto& mbarrier : my_turn) mbarrier_start(mbarrier, 4);
+        for (auto& of_group : fch_there)
+            for (auto& mbarrier : of_group) mbarrier_start(mbarrier, 1);
+        for (auto& mbarrier : dfch_there) mbarrier_start(mbarrier, 4);
+    }
+};
+
 // A warpgroup's result in shared memory is four boxes: two side by side, and two below. A warp has
 // 16 rows of each box. Of these it has, for k = 0..3, columns 16 k .. 16 k + 15 in registers as an
 // A of mma: each lane has four Pairs of neighbouring columns. For load_matrices and store_matrices,

@@ -34,6 +34,15 @@ class Small(NamedTuple):
     body: str
 
 
+TRANSPOSE = """
+    __shared__ float tile[32][32];
+    for (int r = t / 32; r < 32; r += 2) tile[r][t % 32] = inp[32 * r + t % 32];
+    __syncthreads();
+    for (int r = t / 32; r < 32; r += 2) {
+        float x = tile[t % 32][r];  //!
+        out[1024 * b + 32 * r + t % 32] = x;
+    }
+"""
 SMALL = (
     Small("side by side", dict(load=(4, 16, 16, 0), store=(4, 16, 16, 0)), """
     out[i] = inp[i];  //!
@@ -118,24 +127,8 @@ SMALL = (
     }
     out[i] = sum;
 """),
-    Small("a transpose", dict(load=(64, 2048, 64, 0)), """
-    __shared__ float tile[32][32];
-    for (int r = t / 32; r < 32; r += 2) tile[r][t % 32] = inp[32 * r + t % 32];
-    __syncthreads();
-    for (int r = t / 32; r < 32; r += 2) {
-        float x = tile[t % 32][r];  //!
-        out[1024 * b + 32 * r + t % 32] = x;
-    }
-"""),
-    Small("with padding", dict(load=(64, 64, 64, 0)), """
-    __shared__ float tile[32][33];
-    for (int r = t / 32; r < 32; r += 2) tile[r][t % 32] = inp[32 * r + t % 32];
-    __syncthreads();
-    for (int r = t / 32; r < 32; r += 2) {
-        float x = tile[t % 32][r];  //!
-        out[1024 * b + 32 * r + t % 32] = x;
-    }
-"""),
+    Small("a transpose", dict(load=(64, 2048, 64, 0)), TRANSPOSE),
+    Small("with padding", dict(load=(64, 64, 64, 0)), TRANSPOSE.replace("[32][32]", "[32][33]")),
     Small("every second word of shared memory", dict(store=(4, 8, 4, 0)), """
     DYNAMIC_SHARED(float, part);
     float x = inp[i];

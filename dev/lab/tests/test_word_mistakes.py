@@ -54,6 +54,26 @@ def test_stuck(folder):
               found and re.search(wish.replace("{n}", str(line)), found), found)
 
 
+LOCK = """    __shared__ int lock;
+    __shared__ float sum;
+    if (t == 0) lock = 0, sum = 0.0f;
+    __syncthreads();
+    for (bool done = false; !done;)
+        if (atomicCAS(&lock, 0, 1) == 0) {
+            sum += in[i];
+            __threadfence_block();
+            atomicExch(&lock, 0);
+            done = true;
+        }
+    __syncthreads();
+    out[i] = sum;
+"""
+LAST_BLOCK = """    if (t == 0) {
+        out[blockIdx.x] = in[i];
+        __threadfence();
+        if (atomicAdd(counter, 1) == gridDim.x - 1) out[0] = out[1] + out[2];
+    }
+"""
 RACES = (  # what a kernel of two warps does; the place that must be named, or ""
     ("a partial mask", "", """    int half = t / 16 % 2;
     part[t] = in[i];
@@ -123,43 +143,11 @@ RACES = (  # what a kernel of two warps does; the place that must be named, or "
     unsigned old = *p;
     atomicCAS(p + 1, old, old + 1);
 """),
-    ("a lock", "", """    __shared__ int lock;
-    __shared__ float sum;
-    if (t == 0) lock = 0, sum = 0.0f;
-    __syncthreads();
-    for (bool done = false; !done;)
-        if (atomicCAS(&lock, 0, 1) == 0) {
-            sum += in[i];
-            __threadfence_block();
-            atomicExch(&lock, 0);
-            done = true;
-        }
-    __syncthreads();
-    out[i] = sum;
-"""),
-    ("a lock without a fence", "sum", """    __shared__ int lock;
-    __shared__ float sum;
-    if (t == 0) lock = 0, sum = 0.0f;
-    __syncthreads();
-    for (bool done = false; !done;)
-        if (atomicCAS(&lock, 0, 1) == 0) {
-            sum += in[i];
-            atomicExch(&lock, 0);
-            done = true;
-        }
-"""),
-    ("a fence of the block, and another block reads", "out", """    if (t == 0) {
-        out[blockIdx.x] = in[i];
-        __threadfence_block();
-        if (atomicAdd(counter, 1) == gridDim.x - 1) out[0] = out[1] + out[2];
-    }
-"""),
-    ("a fence of the GPU, and another block reads", "", """    if (t == 0) {
-        out[blockIdx.x] = in[i];
-        __threadfence();
-        if (atomicAdd(counter, 1) == gridDim.x - 1) out[0] = out[1] + out[2];
-    }
-"""),
+    ("a lock", "", LOCK),
+    ("a lock without a fence", "sum", LOCK.replace("            __threadfence_block();\n", "")),
+    ("a fence of the block, and another block reads", "out",
+     LAST_BLOCK.replace("__threadfence", "__threadfence_block")),
+    ("a fence of the GPU, and another block reads", "", LAST_BLOCK),
     ("atomics in turn", "", """    atomicAdd(&out[0], in[i]);
     if (t == 63) atomicAdd(&out[3], in[i]);
 """),
