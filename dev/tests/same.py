@@ -10,7 +10,6 @@ by byte, naming the first tensor and number that differ, and run_*.json field by
 OLD's checkpoints, and must end with the same bytes as OLD. Other printed words may differ. Both
 share compiled kernels and cuBLASLt's choices.
 """
-import collections
 import contextlib
 import hashlib
 import json
@@ -297,17 +296,15 @@ def compare(case, sides, statuses):
 
 OF_ALL = ["kernels.cu", "llama3.cu", *(path.name for path in SOURCES
                                        if path.parent.name not in ("fp8", "hopper"))]
-TURNS = ["hopper.cuh", "turns.cuh"]
-FP8_GELU = ["kernels.cu", "fused_biases.cu", "fp8.cu", *TURNS, "fp8_gelu.cu"]
+FP8_GELU = "kernels.cu fused_biases.cu fp8.cu hopper.cuh turns.cuh fp8_gelu.cu".split()
+TURNS = "kernels.cu hopper.cuh turns.cuh gelu_products.cu swiglu_products.cu symmetric.cu".split()
 FP8 = "BF16 -DHOPPER -DOUTPUT=<fp8_output.cuh>"
 # (GPU, -D switches, channels, channels of a head, files). A tree may lack some of the files.
 CODE = [("sm_80", "BF16", 768, 64, OF_ALL), ("sm_80", "FP32", 768, 64, OF_ALL),
         ("sm_90a", "BF16 -DHOPPER", 768, 64, OF_ALL), ("sm_90a", "FP32", 768, 64, OF_ALL),
-        ("sm_90a", FP8, 768, 64, [*OF_ALL, "fp8.cu"]),
-        ("sm_90a", FP8, 768, 64, FP8_GELU),
+        ("sm_90a", FP8, 768, 64, [*OF_ALL, "fp8.cu"]), ("sm_90a", FP8, 768, 64, FP8_GELU),
         ("sm_90a", "BF16 -DHOPPER", 1024, 128, [*OF_ALL[:2], "hopper.cuh", "attention_five.cu"]),
-        ("sm_90a", "BF16 -DHOPPER", 768, 64, ["kernels.cu", *TURNS, "gelu_products.cu",
-                                              "swiglu_products.cu", "symmetric.cu"])]
+        ("sm_90a", "BF16 -DHOPPER", 768, 64, TURNS)]
 
 
 def code_of(tree, row):
@@ -368,7 +365,7 @@ def main(arguments=None):
         of_dtype = lambda dtype: {case.name: run_case(case, device, old, olds, olds)
                                   for case in cases if case.last("--dtype") == dtype}
         dtypes = {case.last("--dtype") for case in cases}
-        before = dict(collections.ChainMap(*pool.map(of_dtype, dtypes)))
+        before = {name: ran for some in pool.map(of_dtype, dtypes) for name, ran in some.items()}
         print(f"OLD took {time.monotonic() - begun:.0f} s for {len(cases)} cases", flush=True)
         again = pool.map(lambda case: run_case(case, device, new, news, olds), cases)
         for case, (ended, seconds) in zip(cases, again):

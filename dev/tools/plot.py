@@ -215,11 +215,6 @@ def short(number, _=None):
     return f"{number:.4g}"
 
 
-def figure_of(name, value):
-    """A value of a series, with the digits that matter."""
-    return short(value) if name == "tok/s" else f"{value:.{ {'lr': 6, 'norm': 2}.get(name, 4)}f}"
-
-
 def draw(runs, x, data=None, sizes=()):
     """The chart of runs, a figure of matplotlib's. x: "steps" or "tokens". Each line has an id,
     such as run0-loss. Raises UserError without matplotlib."""
@@ -228,7 +223,6 @@ def draw(runs, x, data=None, sizes=()):
     except ImportError:
         raise UserError("matplotlib is not installed, and the chart needs it: pip install -r "
                         "dev/requirements.txt") from None
-    matplotlib.use("agg")
     matplotlib.rcParams.update({
         "svg.fonttype": "none", "svg.hashsalt": "train_gpt2", "font.sans-serif": ["DejaVu Sans"],
         "font.size": 10, "text.parse_math": False, "axes.spines.top": False,
@@ -236,7 +230,8 @@ def draw(runs, x, data=None, sizes=()):
         "axes.grid.axis": "y", "grid.color": "#e8e8e8", "xtick.color": "#404040",
         "ytick.color": "#404040", "axes.titlesize": 11, "axes.titlelocation": "left",
         "axes.axisbelow": True, "axes.formatter.useoffset": False})
-    from matplotlib import lines, pyplot, ticker
+    from matplotlib import lines, ticker
+    from matplotlib.figure import Figure
 
     colours = COLOURS
     if len(runs) > len(COLOURS):
@@ -246,9 +241,9 @@ def draw(runs, x, data=None, sizes=()):
     heights = [3.8 if name == "loss" else 1.6 for name in panels]  # in inches
     labels = [label_of(run, runs[:i]) for i, run in enumerate(runs)]
     ncols = max(1, min(4, 120 // (max(map(len, labels)) + 8)))
-    figure, axes = pyplot.subplots(
-        len(panels), sharex=True, squeeze=False, height_ratios=heights, layout="constrained",
-        figsize=(9.6, 0.4 + sum(heights) + 0.19 * math.ceil(len(runs) / ncols)))
+    figure = Figure((9.6, 0.4 + sum(heights) + 0.19 * math.ceil(len(runs) / ncols)),
+                    layout="constrained")
+    axes = figure.subplots(len(panels), sharex=True, squeeze=False, height_ratios=heights)
     figure.legend([lines.Line2D([], [], color=colour, linewidth=2)
                    for _, colour in zip(runs, colours)], labels, loc="outside upper left",
                   ncols=ncols, frameon=False, fontsize=9, labelspacing=0.3)
@@ -259,7 +254,6 @@ def draw(runs, x, data=None, sizes=()):
     ax.xaxis.set_major_formatter(short)  # of all panels
     for ax in axes[[0, -1], 0]:
         ax.set_xlabel(x)
-    pyplot.close(figure)
     return figure
 
 
@@ -333,7 +327,9 @@ def label_of(run, others):
         np.array_equal(run.series.get(name, ()), other.series.get(name, ()), equal_nan=True)
         for name in ("loss", "val loss"))]
     name = run.name if len(run.name) <= 70 else f"{run.name[:35]}…{run.name[-34:]}"
-    return f"{key} {figure_of(key, last[key])}  {name}{''.join(same[:1])}"
+    digits = {"lr": 6, "norm": 2}.get(key, 4)
+    value = short(last[key]) if key == "tok/s" else f"{last[key]:.{digits}f}"
+    return f"{key} {value}  {name}{''.join(same[:1])}"
 
 
 def note_of(names, widths):
