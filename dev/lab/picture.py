@@ -10,13 +10,14 @@ import numpy as np
 
 from dev.cpu.races import Race
 from dev.lab.bench import HANDFUL, KERNEL_LIMIT, compare_output
+from dev.lab.explain import values_of
 from dev.lab.ladder import ANY, parse_sizes, text_of
 from dev.lab.traffic import arrays_of, benched
 from dev.page.build import joined
 from dev.page.record import WORD, Recording, site_of
 from train_gpt2 import UserError, replace_file
 
-SCRIPTS = "data.js", "walk.js", "lab.js"
+SCRIPTS = "data.js", "walk.js", "play.js", "lab.js"
 MOST_WORK = 3 * 10**5  # numbers of all arrays: more are too many to look at
 
 
@@ -54,7 +55,7 @@ def recorded(file, sizes=None):
     bench.fill(bench.sets[0], bench.shapes)
     return recording.data() | dict(
         file=file.path.name, kernel=file.run, sizes=sizes, sourceName=file.path.name,
-        source=file.lines, answers=answers, race=race_of(work), shape=text_of(sizes))
+        source=file.lines, answers=answers, race=race_of(work, file), shape=text_of(sizes))
 
 
 def answer_of(bench, name):
@@ -75,19 +76,27 @@ def answer_of(bench, name):
                 wrong=np.flatnonzero(~same.reshape(-1)).tolist())
 
 
-def race_of(work):
-    """{what, why, sides: [{says, line}]} of the race that a launch has, or None."""
+def race_of(work, file):
+    """What the page draws of the race that a launch has, or None: {what, why, barrier (a line, or
+    0), values of the element before, between and behind the two accesses, or None each, and sides:
+    [{who, does, line, code}] in the order of time}."""
     try:
         work()
     except Race as race:
-        return dict(what=race.what, why=race.why, sides=[
-            dict(says=side.told(False), line=site_of(side.places)[1])
-            for side in (race.first, race.second)])
+        sides = []
+        for side in (race.first, race.second):
+            line = site_of(side.places)[1]
+            who, does = side.told(False).split(f" {side.what} ")
+            sides.append(dict(who=who, does=f"{side.what} {does}", line=line,
+                              code=file.lines[line - 1].strip() if line else ""))
+        return dict(what=race.what, why=race.why, sides=sides, barrier=race.barrier[1],
+                    values=values_of(dict(what=race.what, bits=race.bits), file))
     return None
 
 
 def write_page(file, sizes=None):
     """Write the page of a Submission beside it; its path. Raises UserError."""
     path = Path(file.path).with_suffix(".html").name
-    replace_file(Path(path), [joined("lab.html", SCRIPTS, recorded(file, sizes))])
+    replace_file(Path(path), [joined("A launch of your kernel", "lab.html", SCRIPTS,
+                                     recorded(file, sizes))])
     return path

@@ -1,8 +1,67 @@
-// The recorded step: its numbers at each time, and the accesses of its threads. record.py has
-// written them. A time is the index of a launch: the state behind it; -1 is before the first.
+// What both pages share: elements, and the recorded launches that record.py has written, with their
+// numbers at each time and the accesses of their threads. A time is the index of a launch: the state
+// behind it; -1 is before the first.
 "use strict";
 const page = JSON.parse(document.getElementById("data").textContent);
 const {sizes, tensors, launches, arenas} = page;
+
+// ---- Elements
+
+const $ = (id) => document.getElementById(id);
+const range = (count) => [...Array(Math.max(0, count)).keys()];
+const SVG = new Set(["svg", "circle", "line", "polyline", "text", "title"]);
+
+// An element: h("button", {onclick: f}, "text", another element).
+function h(tag, attributes = {}, ...children) {
+  const element = SVG.has(tag) ? document.createElementNS("http://www.w3.org/2000/svg", tag)
+                               : document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (value === true) element.setAttribute(name, "");
+    else if (value !== null && value !== undefined && value !== false) {
+      element.setAttribute(name, value);
+    }
+  }
+  element.append(...children.filter((child) => child !== null && child !== undefined));
+  return element;
+}
+
+function button(text, onclick, more = {}) {
+  return h("button", {type: "button", onclick, ...more}, text);
+}
+
+// A choice: options are [value, text].
+function select(label, options, chosen, onchange) {
+  return h("select", {"aria-label": label, onchange: (event) => onchange(event.target.value)},
+    ...options.map(([value, text]) => h("option", {value, selected: value === chosen}, text)));
+}
+
+// A part that scrolls by itself, for the keyboard too.
+function scrolling(label, ...children) {
+  return h("div", {class: "scroll", tabindex: 0, role: "region", "aria-label": label}, ...children);
+}
+
+// A table; a cell is a text, an element, or {text, class}.
+function tableOf(caption, titles, rows, kind = "plain") {
+  const cell = (x) => x.text === undefined || x instanceof Node ? h("td", {}, x)
+                                                               : h("td", {class: x.class}, x.text);
+  return scrolling(caption, h("table", {class: kind}, h("caption", {}, caption),
+    h("thead", {}, h("tr", {}, ...titles.map((title) => h("th", {scope: "col"}, title)))),
+    h("tbody", {}, ...rows.map(([first, ...rest]) =>
+      h("tr", {}, h("th", {scope: "row"}, first), ...rest.map(cell))))));
+}
+
+function legend(...parts) {
+  return h("p", {class: "legend"}, ...parts.map(([color, text]) =>
+    h("span", {}, h("i", {style: `background:var(--${color})`}), text)));
+}
+
+$("theme").addEventListener("click", () => {
+  const root = document.documentElement.dataset;
+  root.theme = root.theme === "dark" ? "light" : "dark";
+});
+
+// ---- Numbers
 
 function bytesOf(text) {
   return Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
@@ -92,7 +151,7 @@ function isAlive(tensor, time) {
     (write) => write.launch === time || readersOf(tensor, write.low, time - 1).length);
 }
 
-// ---- Arguments of a launch
+// ---- Arguments of a launch: {name, value}, or {name, arena, start, shape, strides, read, written}
 
 function argumentOf(launch, name) {
   return launch.arguments.find((argument) => argument.name === name);
@@ -105,33 +164,14 @@ function countOf(shape) {
 }
 // The argument of a launch that has a word, and is written by it if `written`.
 function argumentAt(launch, arena, word, written) {
-  const found = launch.arguments.filter((argument) => isArray(argument) &&
-    argument.arena === arena && word >= argument.start &&
-    word < argument.start + 1 + argument.shape.reduce(
-      (end, size, i) => end + (size - 1) * argument.strides[i], 0));
-  return found.find((argument) => !written || isOutput(launch, argument)) || found[0];
+  const found = launch.arguments.filter((argument) => argument.arena === arena &&
+    word >= argument.start && word <= argument.shape.reduce(
+      (last, size, i) => last + (size - 1) * argument.strides[i], argument.start));
+  return found.find((argument) => !written || argument.written) || found[0];
 }
-function isOutput(launch, argument) {
-  if (!isArray(argument)) return false;
-  if (launch.name === "matmul") return argument.name === "out";
-  const count = countOf(argument.shape);
-  return launch.writes.some(([number, low, high]) => {
-    const tensor = tensors[number];
-    return tensor.arena === argument.arena && tensor.start + low < argument.start + count &&
-           tensor.start + high > argument.start;
-  });
-}
-function isInput(launch, argument) {
-  if (!isArray(argument)) return false;
-  if (launch.name === "matmul") {
-    return argument.name !== "out" || argumentOf(launch, "accumulate").value > 0;
-  }
-  const count = countOf(argument.shape);
-  return launch.reads.some((number) => {
-    const tensor = tensors[number];
-    return tensor.arena === argument.arena && tensor.start < argument.start + count &&
-           tensor.start + tensor.words > argument.start;
-  });
+function fullName(launch) {
+  return {matmul: "matrix product", zero: "zeros", put: "copy from the host"}[launch.name] ||
+         launch.name;
 }
 
 // ---- Traces: requests, each of the lanes of one warp

@@ -1,9 +1,10 @@
 """The trainer's own tables and formulas as data: the page computes with them what --dry-run prints.
 
 The tables are asked for with letters in place of sizes. A Letter notes what is done with it, so a
-tensor's bytes become an expression such as ["*", 4, ["*", "N", "C"]], which the page evaluates.
+tensor's bytes become an expression such as "4*(N*C)", which JavaScript and Python both understand.
 """
 import builtins
+import contextlib
 import itertools
 import re
 from types import SimpleNamespace
@@ -14,121 +15,198 @@ import numpy as np
 from dev.bench.step_by_kernel import read_table
 from dev.common.config import Config
 from dev.common.gpus import GPUS, digits
-from dev.features import moments, recompute
-from dev.features.feature import stack
+from dev.features import muon, order
+from dev.features.base import GPT2
 from dev.features.dry_run import SHARE, flops_again
 from dev.features.peak import FLOPS_PER_CLOCK, flops_per_token
-from dev.features.base import GPT2
 from train_gpt2 import BF16, HERE, UserError, offsets
 
-SIZES = "maxT", "V", "L", "NH", "C", "Vp"
+SIZES = "maxT", "V", "L", "NH", "C", "Vp"  # G: the number of GPUs
 
 
 class Letter:
-    """A size that is not known yet, or what was computed from some."""
+    """A size that is not known yet, or what was computed from some. The page's sizes divide: heads
+    the channels, 32 the channels, GPUs the layers and 32. So a remainder is 0."""
+    compared = []  # (one, other) of the comparisons so far, all of which were said to be true
 
-    def __init__(self, tree):
-        self.tree = tree
+    def __init__(self, text):
+        self.text = text
+
+    def __eq__(self, other):
+        return isinstance(other, Letter) and self.text == other.text
+
+    def __hash__(self):
+        return hash(self.text)
 
     def __float__(self):
         return 1.0  # of the first parameters' deviations, which no size depends on
 
     def __neg__(self):
-        return Letter(["-", 0, self.tree])
+        return Letter(f"(-{self.text})")
+
+    def __add__(self, other):
+        return self if other == 0 else Letter(f"({self.text}+{text_of(other)})")
+
+    def __sub__(self, other):
+        return Letter(f"({self.text}-{text_of(other)})")
+
+    def __mul__(self, other):
+        one, many = self.text, text_of(other)
+        if whole := re.fullmatch(rf"Math\.floor\((\w+)/{re.escape(one)}\)", many):
+            return Letter(whole[1])  # NH * (C // NH)
+        return 0 if many == "0" else self if many == "1" else Letter(f"({one}*{many})")
+
+    __radd__, __rmul__ = __add__, __mul__
+
+    def __floordiv__(self, other):
+        count = text_of(other)
+        return 1 if self.text == count else Letter(f"Math.floor({self.text}/{count})")
+
+    def __rfloordiv__(self, other):
+        return Letter(f"Math.floor({other}/{self.text})")
+
+    def __mod__(self, other):
+        return 0
+
+    def __divmod__(self, other):
+        return self // other, 0
+
+    def __lt__(self, other):
+        return len(self.text) < len(other.text)  # of Muon's matrices: C, and not 4C
+
+    def __gt__(self, other):
+        self.compared.append((self, other))
+        return True
 
 
-def tree_of(x):
-    return x.tree if isinstance(x, Letter) else int(x)
+def text_of(x):
+    return x.text if isinstance(x, Letter) else str(int(x))
 
 
-def operation(sign, swapped=False):
-    def of_two(one, other):
-        if swapped:
-            one, other = other, one
-        return Letter([sign, tree_of(one), tree_of(other)])
-    return of_two
+def with_letters(name):
+    """max, min or range, which also takes Letters. Of such a range only the first number matters:
+    that of Muon's first batch, its largest."""
+    plain = getattr(builtins, name)
 
-
-for _name, _sign in (("add", "+"), ("sub", "-"), ("mul", "*"), ("floordiv", "//")):
-    setattr(Letter, f"__{_name}__", operation(_sign))
-    setattr(Letter, f"__r{_name}__", operation(_sign, swapped=True))
-
-
-def with_letters(sign, plain):
-    """max or min, which also takes Letters."""
-    def choose(*values, **more):
+    def work(*values, **more):
+        values = [*values[0]] if len(values) == 1 and name != "range" else values
         if not any(isinstance(value, Letter) for value in values):
-            return plain(*values, **more)
-        return Letter([sign, *map(tree_of, values)])
-    return choose
+            return plain(values, **more) if name != "range" else plain(*values)
+        return [0] if name == "range" else Letter(f"Math.{name}({','.join(map(text_of, values))})")
+    return work
 
 
-def in_letters(work):
-    """work() in which max and min take Letters."""
-    with mock.patch.object(builtins, "max", with_letters("max", max)), \
-         mock.patch.object(builtins, "min", with_letters("min", min)):
-        return work()
+@contextlib.contextmanager
+def letters():
+    """Inside, max, min and range take Letters."""
+    names = "max", "min", "range"
+    with mock.patch.multiple(builtins, **{name: with_letters(name) for name in names}):
+        yield
 
 
-RECOMPUTE = {0: (), 1: (recompute.RecomputeInside,), 2: (recompute.RecomputeLayers,)}
-MOMENTS = {"fp32": (), "bf16": (moments.Bf16Moments,)}
-REAL = {"fp32": np.float32, "bf16": BF16}
+CHOICES = dict(dtype=("fp32", "bf16", "fp8"), recompute=(0, 1, 2), moments=("fp32", "bf16"),
+               optimizer=("adamw", "muon"), zero=(0, 1))
 
 
-def model_class(level, moments_dtype):
-    """The model with --recompute and --moments."""
-    return stack(GPT2, [*MOMENTS[moments_dtype], *RECOMPUTE[level]])
+def flags_of(**chosen):
+    """The trainer's flags for some choices."""
+    return [x for name, value in chosen.items() for x in (f"--{name}", str(value))]
 
 
-def tables_in_letters():
-    """{"dtype recompute moments": {arena: {"total": bytes, "tensors": {name: bytes}}}}."""
-    c = Config(**{name: Letter(name) for name in SIZES})
-    B, T = Letter("B"), Letter("T")
-    found = {}
-    for dtype, level, of_moments in itertools.product(REAL, RECOMPUTE, MOMENTS):
-        tables = model_class(level, of_moments).tables(c, SimpleNamespace(real=REAL[dtype]), B, T)
-        found[f"{dtype} {level} {of_moments}"] = {
-            arena: dict(total=tree_of(offsets(table)[-1]),
-                        tensors={row.name: tree_of(row.nbytes) for row in table})
-            for arena, table in tables.items()}
+def model_class(chosen, ranks=1):
+    """The model of a training with these choices, on a CPU. Raises UserError."""
+    flags, table = order.read_flags(flags_of(**chosen, device="cpu"), GPT2)
+    flags.sample_every = 0  # whose cache is not a training's
+    group = SimpleNamespace(count=ranks, rank=1) if chosen["zero"] else None
+    return order.classes_of(flags, table, GPT2, group)[1]
+
+
+def device_of(chosen):
+    """A device as far as tables ask for one."""
+    return SimpleNamespace(real=np.float32 if chosen["dtype"] == "fp32" else BF16, name="cpu",
+                           dtype=chosen["dtype"], hopper=False)
+
+
+def arenas_of(model, device, c):
+    """[[arena, bytes, {tensor: bytes}]] of a model, as expressions."""
+    with letters():
+        del Letter.compared[:]
+        tables = model.tables(c, device, Letter("B"), Letter("T"))
+        found = [[arena, text_of(offsets(table)[-1]),
+                  {row.name: text_of(row.nbytes) for row in table}]
+                 for arena, table in tables.items()]
+    for needed, room in Letter.compared:  # Muon's workspace, unless the logits have room for it
+        for arena in found:
+            if arena[0] == "muon":
+                arena[1:] = [f"({text_of(needed)}>{text_of(room)})*{text}" if i == 0 else text
+                             for i, text in enumerate(arena[1:])]
     return found
 
 
 def formulas():
-    """What the page computes with: {"tables", "parameters", "flops" and "again" of a token}."""
+    """What the page computes with: "tables", indices of "arenas" by choices, or why the trainer
+    refuses them; "parameters"; "flops" and "again", of a token; "muon", FLOPs of an update."""
     c = Config(**{name: Letter(name) for name in SIZES})
+    arenas, tables = [], {}
+    for values in itertools.product(*CHOICES.values()):
+        chosen = dict(zip(CHOICES, values))
+        try:
+            own = arenas_of(model_class(chosen, Letter("G")), device_of(chosen), c)
+        except UserError as e:
+            tables[" ".join(map(str, values))] = str(e)
+            continue
+        arenas += [arena for arena in own if arena not in arenas]
+        tables[" ".join(map(str, values))] = [arenas.index(arena) for arena in own]
+    with letters():
+        groups = muon.groups_of(muon.parts_of(c))
+        update = sum(muon.Orthogonal().flops_of(sum(part.count for part in parts), *shape)
+                     for shape, parts in groups.items())
+        return dict(arenas=arenas, tables=tables, flops=text_of(flops_per_token(c, Letter("T"))),
+                    parameters=text_of(sum(row.size for row in c.parameter_table())),
+                    again=text_of(flops_again(c)), muon=text_of(update))
 
-    def all_of_them():
-        return dict(tables=tables_in_letters(),
-                    parameters=tree_of(sum(row.size for row in c.parameter_table())),
-                    flops=tree_of(flops_per_token(c, Letter("T"))), again=tree_of(flops_again(c)))
-    return in_letters(all_of_them)
+
+# ---- What was measured
 
 
-def value_of(tree, sizes):
-    """The value of an expression, as the page computes it."""
-    if isinstance(tree, str):
-        return sizes[tree]
-    if not isinstance(tree, list):
-        return tree
-    sign, *parts = tree
-    values = [value_of(part, sizes) for part in parts]
-    if sign in ("max", "min"):
-        return {"max": max, "min": min}[sign](values)
-    one, other = values
-    return {"+": one + other, "-": one - other, "*": one * other,
-            "//": one // other if other else 0}[sign]
+def grows(label, unit):
+    """How the work of a row of the measured step grows: with the tokens "N", with "N*T", or "1"."""
+    if label.startswith("attention"):
+        return "N*T"
+    constant = label in ("adamw", "global_norm", "judge", "add_all_partials", "memset")
+    return "1" if constant else "N"
+
+
+def bytes_of(label, c, B, T):
+    """The bytes of a product's matrices, or of the arrays of an attention kernel, in bf16."""
+    if shape := re.match(r"matmul (\d+) x (\d+) x (\d+)", label):
+        M, N, K = map(int, shape.groups())
+        return 2 * (M * K + K * N + M * N)
+    # in units of (N,C): q, k, v and the output, its gradient, those of q, or of k and v
+    arrays = {"attention_forward": 3 + 1, "attention_backward_q": 3 + 1 + 1 + 1,
+              "attention_backward_kv": 3 + 1 + 2}
+    return 2 * B * T * c.C * arrays.get(label.removesuffix("_pipeline"), 0)
+
+
+def again_of(label, launches, c, N):
+    """The share of a row's launches that --recompute 2 makes once more: a layer's products of the
+    forward pass but the last, and its norms."""
+    more = {f"matmul {N} x {3 * c.C} x {c.C}": c.L, f"matmul {N} x {c.C} x {c.C}": c.L,
+            f"matmul {N} x {4 * c.C} x {c.C} + GELU": c.L, "residual_layernorm_forward": 2 * c.L}
+    return more.get(label, 0) / launches
 
 
 def measured():
-    """What dev/RESULTS.md says of the 124M step: {title, gpu, commit, rate (FLOP/s of a large
-    product), copy (bytes/s), step (ms), rows: [{name, launches, ms, work, unit, share}]}."""
+    """What dev/RESULTS.md says of the 124M step: {title, gpu, day, commit, rate (FLOP/s of a large
+    product), copy (bytes/s), step (ms), steps: {GPU: ms of the newest such step}, sizes, and rows:
+    [{name, launches, ms, work, unit, share (of the ceiling), bytes, grows, again}]}."""
     text = (HERE / "dev/RESULTS.md").read_text("utf-8")
     title, shares = read_table(text)
     head = re.search(r"^## (\S+), one (.+?), commit (\w+)$", text, re.M)
     rates = re.search(r"bf16 (\d+)\s+TFLOP/s\).*?rate of a copy \(([\d.]+)\s+TB/s\)", text, re.S)
     whole = re.search(r"As one graph the step takes ([\d.]+) ms", text)
-    if not (head and rates and whole):
+    sizes = re.fullmatch(r"124M bf16 B=(\d+)", title)
+    if not (head and rates and whole and sizes):
         raise UserError("dev/RESULTS.md: its first section lacks the rates of a product and of a "
                         "copy, or the time of a step; dev/bench/benchmark.py writes them")
     rows = re.findall(r"^\| (\w.*?) \| (\d+) \| [\d.]+ \| ([\d.]+) \| [\d.]+% \| ([\d.e-]+) "
@@ -136,21 +214,43 @@ def measured():
     share = {name: part for name, _, part in shares}
     if {row[0] for row in rows} != {*share}:
         raise UserError("dev/RESULTS.md: the table of kernels has rows without a rate")
-    return dict(title=title, gpu=head[2], day=head[1], commit=head[3],
+    c, B, T = Config(), int(sizes[1]), 1024
+    steps = {gpu.split()[1]: float(whole[1]) for gpu in [head[2]]}
+    for gpu, ms in re.findall(r"one (H\d+) in one call.*?^\| " + title + r" \| ([\d.]+) ", text,
+                              re.M | re.S):
+        steps.setdefault(gpu, float(ms))
+    return dict(title=title, gpu=head[2], day=head[1], commit=head[3], steps=steps,
                 rate=float(rates[1]) * 1e12, copy=float(rates[2]) * 1e12, step=float(whole[1]),
+                sizes=dict(L=c.L, NH=c.NH, HS=c.C // c.NH, V=c.V, B=B, T=T),
                 rows=[dict(name=name, launches=int(launches), ms=float(ms),
-                           work=float(work) * 1e9, unit=unit, share=share[name])
+                           work=float(work) * 1e9, unit=unit, share=share[name],
+                           bytes=bytes_of(name, c, B, T), grows=grows(name, unit),
+                           again=again_of(name, int(launches), c, B * T),
+                           fp8=name.startswith("matmul") and f" {c.Vp} x {c.C}" not in name)
                       for name, launches, ms, work, unit in rows])
 
 
-def gpus():
-    """[{name, memory, flops: {dtype: FLOPs a clock}}] of all GPUs that dev/ knows."""
-    return [dict(name=gpu.name, memory=gpu.memory, flops={
+# NVIDIA's figure of the H200, which else is an H100
+OTHERS = {"H200": ("H100", 141 * 10**9)}
+
+
+def gpus(steps):
+    """[{name, memory, flops: {dtype: FLOPs a clock}}] of all GPUs that dev/ knows; of one that only
+    a step was measured on, those of its like, times their measured steps."""
+    found = {gpu.name: dict(name=gpu.name, memory=gpu.memory, flops={
         dtype: count * gpu.multiprocessors
         for dtype, count in FLOPS_PER_CLOCK[int(digits(capability))].items()})
-            for capability, gpu in GPUS.items()]
+             for capability, gpu in GPUS.items()}
+    for name, (like, memory) in OTHERS.items():
+        if name in steps and like in steps:
+            faster = steps[like] / steps[name]
+            found[name] = dict(name=name, memory=memory, flops={
+                dtype: count * faster for dtype, count in found[like]["flops"].items()})
+    return [*found.values()]
 
 
 def exported():
     """All that the page's parts on memory, time and other models need."""
-    return dict(formulas=formulas(), measured=measured(), gpus=gpus(), share=SHARE["cuda"])
+    known = measured()
+    return dict(formulas=formulas(), measured=known, gpus=gpus(known["steps"]),
+                share=SHARE["cuda"], choices=CHOICES)

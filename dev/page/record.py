@@ -2,10 +2,12 @@
 what it read and wrote, and every access of its threads. The device is emulated: kernels.cu runs on
 the CPU thread by thread (dev/cpu/emulated.py), and dev/cpu/traffic.h notes each request.
 """
+import ast
 import base64
 import inspect
 import re
 import sys
+import textwrap
 import zlib
 
 import numpy as np
@@ -93,6 +95,16 @@ def site_of(places):
 # ---- What is noted of launches
 
 
+def source_of(code):
+    """{first, lines, doc, in_doc} of a function: its first line's number, its lines, its docstring,
+    and the indices of the docstring's first line and of the one behind its last."""
+    lines, first = inspect.getsourcelines(code)
+    node = ast.parse(textwrap.dedent("".join(lines))).body[0]
+    doc = ast.get_docstring(node) or ""
+    return dict(first=first, lines=[line.rstrip("\n") for line in lines], doc=doc,
+                in_doc=[node.body[0].lineno - 1, node.body[0].end_lineno] if doc else [0, 0])
+
+
 class Recording:
     """Notes launches on a device that counts (dev/cpu/traffic.py), and the numbers that they leave.
     arenas: {name: a whole array of bytes}; tensors: what lies in them, dicts with name, arena (its
@@ -135,9 +147,7 @@ class Recording:
             code = frame.f_code
             if code.co_filename == train_gpt2.__file__:
                 if code.co_name not in self.functions:
-                    lines, first = inspect.getsourcelines(code)
-                    self.functions[code.co_name] = dict(
-                        first=first, lines=[line.rstrip("\n") for line in lines])
+                    self.functions[code.co_name] = source_of(code)
                 found.append((code.co_name, frame.f_lineno - code.co_firstlineno))
             frame = frame.f_back
         return found[::-1]
@@ -157,6 +167,12 @@ class Recording:
             if any(arena == tensor["arena"] and ((words >= start) & (words < end)).any()
                    for arena, words in reads):
                 read.append(number)
+        for argument in arguments:
+            if "arena" in argument:
+                own = words_of(argument)
+                argument["read"], argument["written"] = (
+                    any(arena == argument["arena"] and np.isin(own, words).any()
+                        for arena, words in touched) for touched in (reads, writes))
         self.launches.append(dict(name=name, stack=self.stack(), reads=read, writes=written,
                                   arguments=arguments, **more))
 

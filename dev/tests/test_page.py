@@ -3,11 +3,15 @@ another device's, its formulas beside --dry-run, and the page itself in a browse
 import base64
 import functools
 import inspect
+import math
 import os
 import random
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -26,6 +30,7 @@ from dev.page import build, formulas
 from dev.page.differences import COUNT
 from dev.page.record import TEXT, Recorder, record, run_of, tables_of
 from dev.tests.checks import check, words
+from dev.tests.jobs import MPI, MPIRUN
 from dev.tests.trainings import ran
 from dev.tools import page as program
 from prepro_tinyshakespeare import write_tokens
@@ -163,35 +168,66 @@ def test_differences():
     check("a tenth of h, a fraction of the error", largest[-1] < largest[0] / 10, largest)
 
 
+def value_of(text, sizes):
+    """An expression of the page's formulas, which Python understands too."""
+    shared = dict(floor=math.floor, max=max, min=min)
+    return eval(text, {"Math": SimpleNamespace(**shared)} | sizes)
+
+
+def drawn_model(pick, ranks):
+    """Random choices for --dry-run, and the page's sizes for them."""
+    NH, HS, T = pick.choice((1, 2, 3, 5)), pick.choice((32, 64, 96)), pick.choice((7, 64, 100))
+    chosen = {name: pick.choice(values) for name, values in formulas.CHOICES.items()}
+    chosen["zero"] = int(ranks > 1)
+    if chosen["optimizer"] == "muon":
+        chosen["moments"] = "fp32"
+    return chosen, dict(L=ranks * pick.randint(1, 4), NH=NH, HS=HS, C=NH * HS, T=T, G=ranks,
+                        B=pick.choice((1, 3, 16, 96)))
+
+
 def test_formulas(folder):
-    """50 models as --dry-run prints them: parameters, arenas and time."""
+    """50 models as --dry-run prints them, of one rank or of two: parameters, arenas and time; and
+    the trainer's own words where it refuses one."""
     train = folder / "train.bin"
     write_tokens(train, words(257, 20000))
     exported, pick, rate = whole()["models"], random.Random(1), 1e12
-    for _ in range(50):
-        NH, HS, T = pick.choice((1, 2, 3, 5)), pick.choice((32, 64, 96)), pick.choice((7, 64, 100))
-        asked = dict(L=pick.randint(1, 9), NH=NH, C=NH * HS, B=pick.choice((1, 3, 16, 96)), T=T)
-        dtype, level, of_moments = (pick.choice(x) for x in (
-            ("fp32", "bf16"), (0, 1, 2), ("fp32", "bf16")))
-        with mock.patch.object(dry_run, "product_rate", lambda *_: rate):
-            text = ran("-e", f"{asked['L']}x{NH}x{asked['C']}", "-b", asked["B"], "-t", T, "-i",
-                       train, "-v", 0, "--dtype", dtype, "--recompute", level, "--moments",
-                       of_moments, "--device", "cpu", "--dry-run")
-        name = f"{asked} {dtype} {level} {of_moments}"
+    MPIRUN_TURNS = (13, 29, 41) if MPIRUN else ()
+    for turn in range(50):
+        ranks = 2 if turn in MPIRUN_TURNS else 1
+        chosen, asked = drawn_model(pick, ranks)
+        flags = ["-e", f"{asked['L']}x{asked['NH']}x{asked['C']}", "-b", asked["B"], "-t",
+                 asked["T"], "-i", train, "-v", 0, "-s", 0, "--device", "cpu", "--dry-run",
+                 *formulas.flags_of(**chosen)]
+        if ranks > 1:
+            done = subprocess.run([MPIRUN, "--oversubscribe", "--bind-to", "none", "-n", "2",
+                                   sys.executable, train_gpt2.__file__, *map(str, flags)],
+                                  env=os.environ | MPI, capture_output=True, text=True)
+            text = done.stdout
+        else:
+            with mock.patch.object(dry_run, "product_rate", lambda *_: rate):
+                text = ran(*flags)
+        name = f"{asked} {chosen}"
         asked |= {size: int(re.search(rf"\b{size}=(\d+)", text)[1]) for size in ("V", "maxT")}
         asked["Vp"] = padded(asked["V"])
-        value = functools.partial(formulas.value_of, sizes=asked)
         count = int(re.search(r"([\d,]+) parameters", text)[1].replace(",", ""))
-        check(f"parameters of {name}", count == value(exported["formulas"]["parameters"]))
-        tables = exported["formulas"]["tables"][f"{dtype} {level} {of_moments}"]
-        for arena, table in tables.items():
-            line = f"{arena:12} | {train_gpt2.size_of(value(table['total']))} in"
-            check(f"{arena} of {name}", line in text, line)
-        flops = value(exported["formulas"]["flops"]) + (level == 2) * value(
-            exported["formulas"]["again"])
+        known = exported["formulas"]
+        check(f"parameters of {name}", count == value_of(known["parameters"], asked))
+        for i in known["tables"][" ".join(map(str, chosen.values()))]:
+            arena, nbytes, _ = known["arenas"][i]
+            if nbytes := value_of(nbytes, asked):
+                line = f"{arena:12} | {train_gpt2.size_of(nbytes)} in"
+                check(f"{arena} of {name}", line in text, line)
+        if ranks > 1:
+            continue
+        flops = asked["B"] * asked["T"] * sum(
+            value_of(known[each], asked)
+            for each in ("flops", *["again"] * (chosen["recompute"] == 2)))
+        flops += (chosen["optimizer"] == "muon") * value_of(known["muon"], asked)
         found = float(re.search(r"([\d,]+) tok/s", text)[1].replace(",", ""))
-        wish = rate * dry_run.SHARE["cpu"] / flops
+        wish = rate * dry_run.SHARE["cpu"] / flops * asked["B"] * asked["T"]
         check(f"time of {name}", abs(found - wish) <= 1 + 1e-3 * wish, f"{found} {wish}")
+    refused = exported["formulas"]["tables"]["bf16 0 bf16 muon 0"]
+    check("a refusal is the trainer's", "--moments bf16 --optimizer muon" in refused, refused)
 
 
 def test_measured():
@@ -225,6 +261,7 @@ def test_student(folder):
     lines = data["source"]
     check("the lines of the race", all("part[" in lines[side["line"] - 1]
                                        for side in data["race"]["sides"]), data["race"])
+    check("the element's three values", len(data["race"]["values"]) == 3, data["race"])
     path = write_page(Submission(wrong))
     check("the page beside the file", path == "racing.html" and Path(path).exists())
 
@@ -276,16 +313,16 @@ LINES = """[...document.querySelectorAll("#code button")].map((b) => {
 CLICK = """async ([launch, pick]) => {
   goTo(launch);
   const cells = [...document.querySelectorAll("#launch .numbers td")].filter(
-    (cell) => cell.dataset.known !== undefined);
+    (cell) => cell.textContent !== "–");
   const cell = cells[Math.floor(pick * cells.length)];
   cell.click();
   await drawStory();
-  const {arena, word, time} = cell.dataset;
+  const {arena, word, time} = cell.closest("table").placeOf(cell);
   const {value, worked} = document.querySelector("#story h3").dataset;
-  const tensor = tensorAt(Number(arena), Number(word));
-  const scale = valuesAt(tensor, Number(time)).reduce(
+  const tensor = tensorAt(arena, word), scale = valuesAt(tensor, time).reduce(
     (most, x) => Number.isNaN(x) ? most : Math.max(most, Math.abs(x)), 0);
-  return [tensor.number, word - tensor.start, Number(time), Number(value), Number(worked), scale];
+  return [tensor.number, word - tensor.start, time, Number(value), Number(worked), scale,
+          cell.textContent === shown(Number(value), 3)];
 }"""
 TOLD = """launches.flatMap((launch, i) => launch.writes.flatMap(([number, low, high]) => {
   const tensor = tensors[number], values = valuesAt(tensor, i);
@@ -302,10 +339,6 @@ SLIDE = """[...document.querySelectorAll('input[type="range"]')].map((slider) =>
   slider.dispatchEvent(new Event("change"));
   return [slider.ariaLabel || slider.id, section.innerHTML !== before];
 })"""
-MODELS = """(asked) => asked.map((each) => {
-  const {parameters, total, flops} = modelOf(each);
-  return [parameters, total, flops];
-})"""
 
 
 def test_in_browser(folder):
@@ -314,7 +347,7 @@ def test_in_browser(folder):
     driver, chromium = browser()
     try:
         path = Path(folder) / "step.html"
-        path.write_bytes(build.joined("page.html", build.SCRIPTS, whole()))
+        path.write_bytes(build.page_of(whole()))
         check("at most 4 MB", path.stat().st_size < program.MOST, path.stat().st_size)
         visit = Visit(chromium, path, viewport=dict(width=1280, height=900))
         paint = visit.page.evaluate("performance.getEntriesByName('first-paint')[0].startTime")
@@ -360,35 +393,36 @@ def check_clicks(page):
           all(right for *_, right in told), [each for each in told if not each[-1]][:5])
     data, pick = whole(), random.Random(2)
     for _ in range(200):
-        number, index, time, value, worked, scale = page.evaluate(
+        number, index, time, value, worked, scale, shown = page.evaluate(
             CLICK, [pick.randrange(len(data["launches"])), pick.random()])
         tensor = data["tensors"][number]
         bits = np.array(number_at(data, number, index, time), np.uint32)
         wish = bits.view(np.float32 if tensor["kind"] == "f" else np.int32)
+        check("the cell shows it", shown)
         check(f"{tensor['name']}[{index}] behind launch {time}", value == wish, f"{value} {wish}")
         check(f"the story of {tensor['name']}[{index}]", abs(worked - wish) <= 1e-5 * scale,
               f"{worked} {wish}")
 
 
 def check_models(page):
-    """What the page computes of other models is what the exported formulas give."""
+    """What the page computes of 50 models is what the trainer's tables have."""
     pick, exported = random.Random(3), whole()["models"]
-    asked = [dict(L=pick.randint(1, 60), NH=pick.randint(1, 20), HS=pick.choice((32, 64, 128)),
-                  V=pick.randint(2, 10**5), B=pick.randint(1, 99), T=pick.randint(1, 4000),
-                  dtype=pick.choice(("fp32", "tf32", "bf16")), recompute=pick.randint(0, 2),
-                  moments=pick.choice(("fp32", "bf16")), gpu="H100") for _ in range(50)]
-    for each, found in zip(asked, page.evaluate(MODELS, asked)):
-        sizes = each | dict(C=each["NH"] * each["HS"], Vp=padded(each["V"]),
-                            maxT=max(each["T"], Config.maxT))
-        real = "bf16" if each["dtype"] == "bf16" else "fp32"
-        model = formulas.model_class(each["recompute"], each["moments"])
-        tables = model.tables(Config(**{name: sizes[name] for name in formulas.SIZES}),
-                              mock.Mock(real=formulas.REAL[real]), each["B"], each["T"])
+    for _ in range(50):
+        chosen, asked = drawn_model(pick, pick.choice((1, 2, 4, 8)))
+        asked["V"] = pick.randint(2, 10**5)
+        found = page.evaluate("(asked) => modelOf(asked)",
+                              asked | {k: str(v) for k, v in chosen.items()} | dict(gpu="H200"))
+        asked |= dict(Vp=padded(asked["V"]), maxT=max(asked["T"], Config.maxT))
+        model = formulas.model_class(chosen, asked["G"])
+        tables = model.tables(Config(**{name: asked[name] for name in formulas.SIZES}),
+                              formulas.device_of(chosen), asked["B"], asked["T"])
         total = sum(offsets(table)[-1] for table in tables.values())
-        parameters = sum(row.size for row in tables["gradients"])
-        flops = formulas.value_of(exported["formulas"]["flops"], sizes) + (
-            each["recompute"] == 2) * formulas.value_of(exported["formulas"]["again"], sizes)
-        check(f"{each}", found == [parameters, total, flops], f"{found} {[parameters, total]}")
+        check(f"{asked} {chosen}", (found["parameters"], found["total"]) == (
+            sum(row.size for row in tables["gradients"]), total), f"{found['total']} {total}")
+        check("time on an H200", (found["seconds"] is None) == (chosen["dtype"] == "unknown"))
+    step = page.evaluate("rowsAt({...FIRST}).reduce((sum, row) => sum + row.ms, 0)")
+    check("the step at its own sizes is the measured one", abs(step - sum(
+        row["ms"] for row in exported["measured"]["rows"])) < 1e-9, step)
 
 
 def check_student(chromium, folder):

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from dev.common.flags import parse_flags
 from dev.common.program import run_main
-from dev.page.build import page_of
+from dev.page.build import page_of, with_more
+from dev.page.record import TEXT, record
 from train_gpt2 import UserError, replace_file
 
 FLAGS = [
@@ -34,7 +35,7 @@ def main(arguments=None):
     sizes = dict(L=flags.layers, NH=flags.heads, C=flags.channels, B=flags.batch_size,
                  T=flags.seq_len, after=flags.after, rate=flags.learning_rate,
                  decay=flags.weight_decay, seed=flags.seed)
-    page = page_of(sizes, flags.text)
+    page = page_of(with_more(*record(sizes, flags.text or TEXT)))
     if len(page) > MOST:
         raise UserError(f"the page has {len(page):,} bytes, and at most {MOST:,} are wanted: "
                         "choose smaller sizes")
