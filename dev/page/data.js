@@ -56,9 +56,10 @@ function legend(...parts) {
     h("span", {}, h("i", {style: `background:var(--${color})`}), text)));
 }
 
+let dark = matchMedia("(prefers-color-scheme: dark)").matches;
 $("theme").addEventListener("click", () => {
-  const root = document.documentElement.dataset;
-  root.theme = root.theme === "dark" ? "light" : "dark";
+  dark = !dark;
+  document.documentElement.style.colorScheme = dark ? "dark" : "light";
 });
 
 // ---- Numbers
@@ -178,33 +179,16 @@ function fullName(launch) {
 
 const KINDS = ["load", "store", "atomic", "copy", "barrier of the block", "barrier of the warp"];
 const BARRIER = 4;  // the first kind that is none of a request
-const NAMES = ["site", "block", "warp", "kind", "space", "bytes", "cost", "least", "lanes"];
 const decoded = new Map();
 
-async function inflated(text) {
-  const stream = new Blob([bytesOf(text)]).stream();
-  const whole = new Response(stream.pipeThrough(new DecompressionStream("deflate")));
-  return new Int32Array(await whole.arrayBuffer());
-}
-
-// [{site, block, .. lanes, at: the word of each lane}] of a trace's number.
+// [{line, block, .. at: the word of each lane, or null}] of a trace's number.
 async function requestsOf(number) {
   if (!decoded.has(number)) {
-    const trace = page.traces[number];
-    const data = await inflated(trace.data);
-    const requests = [];
-    for (let row = 0; row < trace.rows; row++) {
-      const request = {at: []};
-      NAMES.forEach((name, i) => { request[name] = data[i * trace.rows + row]; });
-      let at = 0;
-      for (let lane = 0; lane < 32; lane++) {
-        at += data[(NAMES.length + lane) * trace.rows + row];
-        request.at.push(request.lanes >>> lane & 1 ? at : null);
-      }
-      request.line = request.kind >= BARRIER ? request.site : trace.sites[request.site][1];
-      requests.push(request);
-    }
-    decoded.set(number, requests);
+    const packed = new Blob([bytesOf(page.traces[number].data)]).stream();
+    const text = new Response(packed.pipeThrough(new DecompressionStream("deflate")));
+    decoded.set(number, (await text.json()).map(
+      ([line, block, warp, kind, space, bytes, cost, least, at]) =>
+        ({line, block, warp, kind, space, bytes, cost, least, at})));
   }
   return decoded.get(number);
 }

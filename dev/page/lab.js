@@ -19,21 +19,16 @@ function answerCard({name, right, says, wrong, truth}) {
       [`${r}`, ...across.map((c) => cell(r * columns + c))])));
 }
 
-// Time goes down; each thread has a lane, and both meet at the element in the middle.
+// Time goes down; each thread has a lane, and both meet at the element between them.
 function raceOf({what, why, barrier, values, sides}) {
-  const element = (text) => h("div", {class: "middle element"}, h("code", {}, what), h("br"), text);
-  const at = ["before", "between", "behind both"];
-  const lane = ({does, line, code}, side) => h("div", {class: side}, h("strong", {}, does), h("br"),
-    h("code", {}, `${line}  ${code}`));
-  const value = (i) => values[i] === null ? at[i] : `${at[i]}: ${values[i]}`;
-  return [h("p", {}, `A race on ${what}. Time goes down, on this run; on a GPU the two may change places.`),
-    h("div", {class: "race card"}, h("h3", {class: "left"}, sides[0].who), h("span", {class: "middle"}),
-      h("h3", {class: "right"}, sides[1].who),
-      barrier ? h("div", {class: "all barrier"}, `the last barrier, line ${barrier}`) : "",
-      element(value(0)), lane(sides[0], "left"), element(value(1)),
-      lane(sides[1], "right"), element(value(2)),
-      h("div", {class: "all barrier"}, "no barrier between the two")),
-    h("p", {}, `${why}.`)];
+  const [left, right] = sides.map(({does, line, code}) =>
+    h("div", {}, `${does}, line ${line}`, h("br"), h("code", {}, code)));
+  const [to, from] = sides.map(({does}, i) => does.startsWith("reads") === (i === 0) ? "←" : "→");
+  const [before, between, behind] = values.map((value) => value === null ? "?" : value);
+  return [tableOf(`A race on ${what}. Time goes down; on a GPU the two may change places.`,
+    ["time", sides[0].who, what, sides[1].who], [["before", "", before, ""], ["first", left, to, ""],
+      ["between", "", between, ""], ["then", "", from, right], ["behind both", "", behind, ""]], "race"),
+  h("p", {}, barrier ? `The last barrier before is in line ${barrier}. ` : "", `${why}.`)];
 }
 
 function drawWho(requests) {
@@ -80,3 +75,4 @@ $("race").replaceChildren(...(page.race ? raceOf(page.race)
   : ["No race: no two threads touched one place without a barrier between them."]));
 requestsOf(launches[0].trace).then(drawWho);
 drawPlay();
+document.querySelector("main").hidden = false;  // all at once: nothing jumps

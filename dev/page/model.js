@@ -150,10 +150,12 @@ function modelOf(asked) {
 }
 
 const FILLS = ["forward", "update", "loss", "backward", "alive"];
-function memoryOfModel(name, model) {
+function drawMemory(id, name, model) {
   const label = `Memory of ${name} by tensor, ${sizeText(model.total)} in all`;
-  return mapOf(label, model.memory.map(({name, items}, i) => ({name, items: items.map(
-    (item) => ({...item, fill: FILLS[i % FILLS.length]}))})));
+  const fill = (i) => FILLS[i % FILLS.length];
+  $(id).replaceChildren(mapOf(label, model.memory.map((arena, i) => ({name: arena.name,
+    items: arena.items.map((item) => ({...item, fill: fill(i)}))}))),
+  legend(...model.memory.map((arena, i) => [fill(i), `${arena.name} ${sizeText(arena.bytes)}`])));
 }
 
 // A form of [name, title, values]: numbers get a slider, words a choice. draw() at each change of
@@ -228,7 +230,7 @@ function drawMeasured() {
     $("timeline").replaceChildren(...rows.map((row) => h("div", {
       style: `flex-grow:${row.ms};--least:${Math.min(100, Math.round(100 * row.share))}%`,
       title: `${row.name}: ${shown(row.ms, 3)} ms`}, row.name)));
-    $("step-map").replaceChildren(memoryOfModel("this step", model));
+    drawMemory("step-map", "this step", model);
     $("kernels").replaceChildren(tableOf("Kernels of this step",
       ["kernel", "launches", "ms", "share of the step", "of its ceiling", "bound by"],
       rows.map((row) => [row.name, `${row.launches}`, shown(row.ms, 3),
@@ -286,9 +288,7 @@ function drawOwn() {
       "a step, about": seconds ? `${(1e3 * seconds).toPrecision(3)} ms` : "unknown",
       "tokens a second": seconds ? Math.round(tokens / seconds).toLocaleString("en") : "unknown",
     }).map(([name, value]) => h("div", {}, h("b", {}, `${value}`), name)));
-    $("own-map").replaceChildren(memoryOfModel("your model", model), tableOf("Memory by arena",
-      ["arena", "bytes", "in words"], model.memory.map(
-        ({name, bytes}) => [name, bytes.toLocaleString("en"), sizeText(bytes)])));
+    drawMemory("own-map", "your model", model);
   });
   $("own-note").textContent = `The time is the FLOPs at ${page.models.share} of the rate of a ` +
     `large product, as --dry-run reckons, which counts FP8 as bf16 and leaves out what GPUs send ` +

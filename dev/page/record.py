@@ -5,6 +5,7 @@ the CPU thread by thread (dev/cpu/emulated.py), and dev/cpu/traffic.h notes each
 import ast
 import base64
 import inspect
+import json
 import re
 import sys
 import textwrap
@@ -16,7 +17,7 @@ import train_gpt2
 from dev.common.config import Config
 from dev.common.cuda_source import parameters_of
 from dev.cpu.device import Cpu
-from dev.cpu.traffic import BLOCK_MEETS, KINDS, LANES, CountingCpu, trace
+from dev.cpu.traffic import BLOCK_MEETS, KINDS, CountingCpu, trace
 from train_gpt2 import ADAMW, GPT2, KERNELS, DataLoader, Training, offsets
 
 TEXT = ("Shall I compare thee to a summer's day? Thou art more lovely and more temperate: "
@@ -26,64 +27,46 @@ BYTES = 256  # the vocabulary
 LOAD, STORE, ATOMIC, COPY = range(len(KINDS))
 
 
-def packed(array):
-    """An array's bytes, compressed, as text."""
-    return base64.b64encode(zlib.compress(np.ascontiguousarray(array).tobytes(), 9)).decode()
+def packed(data):
+    """Bytes, compressed, as text."""
+    return base64.b64encode(zlib.compress(data, 9)).decode()
 
 
 # ---- A trace, as the page reads it
 
 
-def words_touched(trace, kinds, begin, count):
-    """The indices of those of an array's words, `count` from the address `begin`, that requests of
-    these kinds touched, in order."""
-    rows = trace.rows
-    rows = rows[(rows["space"] == 0) & np.isin(rows["kind"], kinds)]
-    touched = np.zeros(count, bool)
-    there = rows["lanes"][:, None] >> np.arange(LANES, dtype=np.uint32) & 1 == 1
-    first = (rows["at"].astype(np.int64) - begin) // WORD
-    for i in range(4):
-        index = first + i
-        ok = there & (i * WORD < rows["bytes"])[:, None] & (index >= 0) & (index < count)
-        touched[index[ok]] = True
-    return np.flatnonzero(touched)
+def requests_of(trace, arrays):
+    """[[line, block, warp, kind, space, bytes of a lane, cost, least, words]] of a Trace's requests
+    and barriers. arrays: {index of an argument: (address, bytes)}. space is such an index, or
+    -1 - i for shared variable i; cost and least are sectors, or turns of shared memory; words has
+    for each lane the index of its word in the array, or None."""
+    found = []
+    for pc, block, warp, kind, space, size, lanes, cost, least, _, at in trace.rows.tolist():
+        if kind >= BLOCK_MEETS:
+            found.append([pc, block, warp, kind, 0, 0, 0, 0, []])
+            continue
+        at = [int(address) if lanes >> i & 1 else None for i, address in enumerate(at)]
+        first, own, begin = next(x for x in at if x is not None), -space, 0
+        if not space:
+            own, begin = next(((i, start) for i, (start, nbytes) in arrays.items()
+                               if start <= first < start + nbytes), (None, 0))
+        if own is not None:  # else it is the library's own
+            words = [None if x is None else (x - begin) // WORD for x in at]
+            found.append([site_of(trace.places[pc])[1], block, warp, kind, own, size, cost, least,
+                          words])
+    return found
 
 
-def encoded_trace(trace, arrays):
-    """A Trace as {"sites": [[file, line]], "spaces": names of shared variables, "rows": count,
-    "data": packed columns}. arrays: of each argument None, or (address, bytes). Columns of 32 bits:
-    site, or a barrier's line; block; warp; kind; space, which is the argument's index, or -1 - i
-    for shared variable i; bytes of a lane; cost and least (sectors, or turns of shared memory);
-    lanes, a mask; then for each lane the distance of its word from the word of the lane before."""
-    rows = trace.rows
-    first = rows["at"][np.arange(len(rows)), np.argmax(
-        rows["lanes"][:, None] >> np.arange(LANES, dtype=np.uint32) & 1, axis=1)].astype(np.int64)
-    space = np.full(len(rows), -1000, np.int64)
-    origin = np.zeros(len(rows), np.int64)
-    for i, span in reversed([*enumerate(arrays)]):
-        if span:
-            inside = (rows["space"] == 0) & (first >= span[0]) & (first < span[0] + span[1])
-            space[inside] = i
-            origin[inside] = span[0]
-    shared = rows["space"] > 0
-    space[shared] = -rows["space"][shared].astype(np.int64)
-    meets = rows["kind"] >= BLOCK_MEETS
-    keep = meets | (space > -1000)  # not what the library itself has
-    rows, space, origin, meets = rows[keep], space[keep], origin[keep], meets[keep]
-    places = sorted({site_of(places) for places in trace.places.values()})
-    number = {pc: places.index(site_of(found)) for pc, found in trace.places.items()}
-    site = [pc if meet else number[pc]
-            for pc, meet in zip(rows["pc"].tolist(), meets.tolist())]
-    there = rows["lanes"][:, None] >> np.arange(LANES, dtype=np.uint32) & 1 == 1
-    at = np.where(there, (rows["at"].astype(np.int64) - origin[:, None]) // WORD, 0)
-    for lane in range(1, LANES):  # a lane that is missing stays where the one before is
-        at[:, lane] = np.where(there[:, lane], at[:, lane], at[:, lane - 1])
-    steps = np.diff(at, axis=1, prepend=0)
-    columns = [np.array(site, np.int64), rows["block"], rows["warp"], rows["kind"], space,
-               rows["bytes"], rows["cost"], rows["least"], rows["lanes"].view(np.int32),
-               *steps.T]
-    data = np.concatenate([column.astype(np.int32) for column in columns])
-    return dict(sites=places, spaces=trace.spaces, rows=len(rows), data=packed(data))
+def words_touched(requests, kinds, places):
+    """[(arena, its words)] that requests of these kinds touched, sorted. places: of each argument,
+    see Recording.place."""
+    found = {}
+    for _, _, _, kind, space, size, _, _, words in requests:
+        if kind in kinds and space >= 0 and places[space]:
+            arena, start = places[space]["arena"], places[space]["start"]
+            found.setdefault(arena, set()).update(
+                start + word + i for word in words if word is not None for i in range(size // WORD))
+    return [(arena, np.array(sorted(words))) for arena, words in found.items()]
 
 
 def site_of(places):
@@ -192,22 +175,20 @@ class Recording:
         grid, block, _ = kernel.configure(items, args, device.W,
                                           threads or min(kernel.threads, device.max_threads))
         found = trace(device, run)
-        spans = [(array.__array_interface__["data"][0], array.nbytes)
-                 if isinstance(array, np.ndarray) else None for array in args]
-        encoded = encoded_trace(found, spans)
-        key = encoded["data"], str(encoded["sites"])
-        if key not in self.known_traces:
-            self.known_traces[key] = len(self.traces)
-            self.traces.append(encoded)
-        reads, writes = (
-            [(i, words_touched(found, kinds, memory.ctypes.data, memory.nbytes // WORD))
-             for i, memory in enumerate(self.arenas.values())]
-            for kinds in ((LOAD, ATOMIC, COPY), (STORE, ATOMIC)))
-        arguments = [dict(name=p.name, **(self.place(x) or {}), value=None if isinstance(
+        places = [self.place(x) for x in args]
+        requests = requests_of(found, {
+            i: (array.__array_interface__["data"][0], array.nbytes)
+            for i, array in enumerate(args) if isinstance(array, np.ndarray)})
+        encoded = packed(json.dumps(requests, separators=(",", ":")).encode())
+        if encoded not in self.known_traces:
+            self.known_traces[encoded] = len(self.traces)
+            self.traces.append(dict(spaces=found.spaces, data=encoded))
+        arguments = [dict(name=p.name, **(place or {}), value=None if isinstance(
             x, np.ndarray) or x is None else float(x))
-            for p, x in zip(parameters_of(kernel), args)]
-        self.note(name, reads, writes, arguments, trace=self.known_traces[key], grid=[*grid],
-                  block=[*block], shared=shared)
+            for p, x, place in zip(parameters_of(kernel), args, places)]
+        self.note(name, words_touched(requests, (LOAD, ATOMIC, COPY), places),
+                  words_touched(requests, (STORE, ATOMIC), places), arguments,
+                  trace=self.known_traces[encoded], grid=[*grid], block=[*block], shared=shared)
 
     def data(self):
         """What the page's scripts read."""
@@ -330,11 +311,9 @@ def record(sizes, text=TEXT):
 
 
 def kernels_of(kernels, notes):
-    """{name: comment, lines (first, last) and parameters} of the kernels that were launched."""
+    """{name: about_kernel} of the kernels that were launched."""
     lines = KERNELS.read_text("utf-8").splitlines()
-    return {name: about_kernel(lines, name) | dict(
-        threads=kernels[name].threads, parameters=[text.strip()
-                                                   for text in kernels[name].parameters])
+    return {name: about_kernel(lines, name)
             for name in {note["name"] for note in notes} & set(kernels)}
 
 

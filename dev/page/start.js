@@ -22,7 +22,6 @@ $("launch").addEventListener("click", ({target}) => {
   const cell = target.closest(".numbers td");
   if (cell) chooseCell(cell);
 });
-$("theme").addEventListener("click", drawLaunch);  // whose pictures have the old colours
 $("map-launch").max = launches.length - 1;
 $("map-launch").addEventListener("input", ({target}) => goTo(Number(target.value)));
 
@@ -31,6 +30,7 @@ $("lead").textContent = `Step ${page.step} of a tiny model: ${sizes.L} layers, $
   `parameters, in fp32. It reads “${page.text.slice(0, 39)} …” byte by byte, and its loss is ` +
   `${shown(page.verdict.loss)}. Every number is the trainer's own: kernels.cu ran thread by thread ` +
   "on a CPU.";
+document.querySelector("main").hidden = false;  // all at once: nothing jumps
 drawStrip();
 drawCode();
 drawDifferences();

@@ -203,7 +203,7 @@ function numbersOf(view, tensor, time) {
     (c) => cell(values[view.at(r, c) - tensor.start])).join("")}</tr>`;
   const table = h("table", {class: "numbers", role: "grid", "aria-label":
     `${nameOf(tensor)}, ${view.rows} rows, ${view.columns} columns`});
-  table.innerHTML = `<thead><tr><th scope="col"><span class="hidden">row</span></th>${
+  table.innerHTML = `<thead><tr><th scope="col">row</th>${
     range(view.columns).map((c) => `<th scope="col">${c}</th>`).join("")}</tr></thead><tbody>${
     range(view.rows).map(row).join("")}</tbody>`;
   table.rows[1].cells[1].tabIndex = 0;
@@ -216,12 +216,11 @@ function numbersOf(view, tensor, time) {
 // Click it to go to that part of the table.
 function picture(view, values, tensor, most, scroll) {
   const canvas = h("canvas", {width: view.columns, height: view.rows, "aria-hidden": "true"});
-  const context = canvas.getContext("2d"), style = getComputedStyle(document.documentElement);
-  const [low, high] = ["--low", "--high"].map((name) => style.getPropertyValue(name));
+  const context = canvas.getContext("2d");
   for (const row of range(view.rows)) {
     for (const column of range(view.columns)) {
       const x = values[view.at(row, column) - tensor.start];
-      context.fillStyle = x < 0 ? low : high;
+      context.fillStyle = x < 0 ? "#4a90d9" : "#ef9a3c";
       context.globalAlpha = Math.sqrt(Math.abs(x) / most) || 0;
       context.fillRect(column, row, 1, 1);
     }

@@ -370,7 +370,7 @@ def test_in_browser(folder):
         check_models(visit.page)
         if AXE:
             for theme in ("light", "dark"):
-                visit.page.evaluate(f"document.documentElement.dataset.theme = '{theme}'")
+                visit.page.evaluate(f"document.documentElement.style.colorScheme = '{theme}'")
                 found = visit.violations()
                 check(f"axe, {theme}", not found, found)
         visit.end("the page")
