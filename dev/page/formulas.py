@@ -6,6 +6,7 @@ tensor's bytes become an expression such as "4*(N*C)", which JavaScript and Pyth
 import builtins
 import contextlib
 import itertools
+import math
 import re
 from types import SimpleNamespace
 from unittest import mock
@@ -169,37 +170,30 @@ def formulas():
 # ---- What was measured
 
 
-def grows(label, unit):
-    """How the work of a row of the measured step grows: with the tokens "N", with "N*T", or "1"."""
-    if label.startswith("attention"):
-        return "N*T"
-    constant = label in ("adamw", "global_norm", "judge", "add_all_partials", "memset")
-    return "1" if constant else "N"
+CONSTANT = "adamw", "global_norm", "judge", "add_all_partials", "memset"  # whatever B and T are
+ATTENTION = {  # arrays (N,C) that it reads and writes: q, k, v, the output, and gradients of some
+    "attention_forward": 3 + 1, "attention_forward_pipeline": 3 + 1,
+    "attention_backward_q": 3 + 1 + 1 + 1, "attention_backward_kv": 3 + 1 + 2}
 
 
-def bytes_of(label, c, B, T):
-    """The bytes of a product's matrices, or of the arrays of an attention kernel, in bf16."""
-    if shape := re.match(r"matmul (\d+) x (\d+) x (\d+)", label):
-        M, N, K = map(int, shape.groups())
-        return 2 * (M * K + K * N + M * N)
-    # in units of (N,C): q, k, v and the output, its gradient, those of q, or of k and v
-    arrays = {"attention_forward": 3 + 1, "attention_backward_q": 3 + 1 + 1 + 1,
-              "attention_backward_kv": 3 + 1 + 2}
-    return 2 * B * T * c.C * arrays.get(label.removesuffix("_pipeline"), 0)
-
-
-def again_of(label, launches, c, N):
-    """The share of a row's launches that --recompute 2 makes once more: a layer's products of the
-    forward pass but the last, and its norms."""
-    more = {f"matmul {N} x {3 * c.C} x {c.C}": c.L, f"matmul {N} x {c.C} x {c.C}": c.L,
-            f"matmul {N} x {4 * c.C} x {c.C} + GELU": c.L, "residual_layernorm_forward": 2 * c.L}
-    return more.get(label, 0) / launches
+def facts_of(label, launches, c, B, T):
+    """Of a row of the measured step, whose dtype is bf16: how its work "grows", with the tokens N,
+    with N*T or not; the "bytes" of a product's matrices, or of attention's arrays; "again", the
+    share of its launches that --recompute 2 makes once more; whether it can be "fp8"."""
+    N, C = B * T, c.C
+    again = {f"matmul {N} x {3 * C} x {C}": c.L, f"matmul {N} x {C} x {C}": c.L,
+             f"matmul {N} x {4 * C} x {C} + GELU": c.L, "residual_layernorm_forward": 2 * c.L}
+    shape = [int(size) for size in re.findall(r"\d+", label)] if "matmul" in label else []
+    numbers = sum(math.prod(shape) // size for size in shape) or N * C * ATTENTION.get(label, 0)
+    return dict(grows="N*T" if label in ATTENTION else "1" if label in CONSTANT else "N",
+                bytes=2 * numbers, again=again.get(label, 0) / launches,
+                fp8=len(shape) == 3 and not label.endswith(f"{c.Vp} x {C}"))
 
 
 def measured():
     """What dev/RESULTS.md says of the 124M step: {title, gpu, day, commit, rate (FLOP/s of a large
     product), copy (bytes/s), step (ms), steps: {GPU: ms of the newest such step}, sizes, and rows:
-    [{name, launches, ms, work, unit, share (of the ceiling), bytes, grows, again}]}."""
+    [{name, launches, ms, work, unit, share (of the ceiling), and facts_of it}]}."""
     text = (HERE / "dev/RESULTS.md").read_text("utf-8")
     title, shares = read_table(text)
     head = re.search(r"^## (\S+), one (.+?), commit (\w+)$", text, re.M)
@@ -215,7 +209,7 @@ def measured():
     if {row[0] for row in rows} != {*share}:
         raise UserError("dev/RESULTS.md: the table of kernels has rows without a rate")
     c, B, T = Config(), int(sizes[1]), 1024
-    steps = {gpu.split()[1]: float(whole[1]) for gpu in [head[2]]}
+    steps = {head[2].split()[1]: float(whole[1])}
     for gpu, ms in re.findall(r"one (H\d+) in one call.*?^\| " + title + r" \| ([\d.]+) ", text,
                               re.M | re.S):
         steps.setdefault(gpu, float(ms))
@@ -224,9 +218,7 @@ def measured():
                 sizes=dict(L=c.L, NH=c.NH, HS=c.C // c.NH, V=c.V, B=B, T=T),
                 rows=[dict(name=name, launches=int(launches), ms=float(ms),
                            work=float(work) * 1e9, unit=unit, share=share[name],
-                           bytes=bytes_of(name, c, B, T), grows=grows(name, unit),
-                           again=again_of(name, int(launches), c, B * T),
-                           fp8=name.startswith("matmul") and f" {c.Vp} x {c.C}" not in name)
+                           **facts_of(name, int(launches), c, B, T))
                       for name, launches, ms, work, unit in rows])
 
 

@@ -14,32 +14,26 @@ const believed = page.differences.map((row) => {
 const digits = (x) => x.toPrecision(6);
 
 function drawDifferences() {
-  const names = [...new Set(believed.map((row) => nameOf(row.parameter)))];
-  const choose = (name) => {
-    const own = believed.filter((row) => nameOf(row.parameter) === name);
-    const which = select("which number of it", own.map((row, i) => [i, row.place]), 0,
-                         (i) => drawDifference(own[i]));
-    $("which").replaceChildren(which);
-    drawDifference(own[0]);
-  };
-  const first = names.find((name) => name.startsWith("qkvw")) || names[0];
-  $("of-tensor").replaceChildren(select("parameter of", names.map((x) => [x, x]), first, choose));
-  choose(first);
+  const first = Math.max(0, believed.findIndex((row) => row.name === "qkvw"));
+  $("which").replaceChildren(select("parameter", believed.map((row, i) => [i, row.place]), first,
+                                    (i) => drawDifference(believed[i])));
+  drawDifference(believed[first]);
   drawScatter();
 }
 
-function drawDifference({place, backward, gradient, index, losses, quotients, parameter, word}) {
+function drawDifference({place, backward, gradient, index, losses, quotients, word}) {
   const follow = operand(digits(backward), () => {
     choose({arena: gradient.arena, word: gradient.start + index, time: launches.length - 1});
     $("microscope").scrollIntoView();
   }, "follow it in the microscope");
   const update = launches.findIndex((launch) => launch.name === "adamw");
   const offset = word - argumentOf(launches[update], "params").start;
-  const told = (arena, at) => workedOut(storyOf(arena, at, update).parts);
-  const story = new Story(update), a = adamwOf(story, offset);
-  const [before, m, v] = [["params", offset], ["m", offset, true], ["v", offset, true]].map(
-    (each) => story.value(...each));
-  const change = m * a.correction1 / (Math.sqrt(v * a.correction2) + a.eps);
+  const rows = ["m", "v", "params"].map((name) => {
+    const {arena, start} = argumentOf(launches[update], name);
+    const story = storyOf(arena, start + offset, update);
+    return [h("h4", {}, placeOfWord(tensorAt(arena, start + offset), start + offset)),
+            h("p", {class: "soft"}, story.formula), toldOf(story)];
+  });
   $("difference").replaceChildren(h("h3", {}, place),
     h("p", {}, "The backward pass: ", follow, " (follow it in the microscope)"),
     tableOf(`Losses with ${place} changed by h`,
@@ -48,20 +42,7 @@ function drawDifference({place, backward, gradient, index, losses, quotients, pa
         digits(quotients[i]), (quotients[i] - backward).toExponential(1)])),
     h("p", {class: "soft"}, "From a large h to a smaller one the error falls with h²; with a very " +
       "small one it grows again, since the losses are rounded to fp32."),
-    h("h3", {}, "AdamW's update of it"),
-    tableOf("In numbers", ["what", "number"], [
-      ["gradient g", digits(backward)],
-      [`g, scaled by ${shown(a.scale)} to a norm of at most ${shown(a.clip)}`,
-       digits(backward * a.scale)],
-      [`m = m + ${shown(a.rate1)} (g − m)`, digits(m)],
-      [`v = v + ${shown(a.rate2)} (g² − v)`, digits(v)],
-      ["m, corrected for its start at 0", digits(m * a.correction1)],
-      ["v, corrected", digits(v * a.correction2)],
-      ["change: m / (sqrt(v) + eps)", digits(change)],
-      ["weight decay · w", digits(a.decay * before)],
-      ["w before", digits(before)],
-      [`w − ${shown(a.learning_rate)} · (change + decay)`, digits(told(parameter.arena, word))],
-      ["w, as the step left it", digits(numberAt(parameter.arena, word, update))]]));
+    h("h3", {}, "AdamW's update of it"), ...rows.flat());
 }
 
 // Each of the parameters: its gradient along x, the difference along y, on a scale of roots.
@@ -255,7 +236,7 @@ function drawRoofline() {
       cx: moves ? 20 + 24 * moving.indexOf(row) : x(row.work / row.bytes), r: 3 + 2.2 * Math.sqrt(row.ms)},
     h("title", {}, `${row.name}: ${each.toPrecision(3)} ${moves ? "TB/s" : "TFLOP/s"}, ${row.ms} ms`));
   });
-  $("roofline").replaceChildren(h("svg", {viewBox: `0 0 ${right} 330`, role: "img",
+  $("roofline").replaceChildren(scrolling("roofline", h("svg", {viewBox: `0 0 ${right} 330`, role: "img",
     "aria-label": "the roofline of the measured step: as in the table of its kernels"},
   h("polyline", {points: `0,${y(1)} 320,${y(1)}`}),
   h("polyline", {points: `${left},${y(least / ridge)} ${x(ridge)},${y(1)} ${right},${y(1)}`}),
@@ -264,7 +245,7 @@ function drawRoofline() {
   text(right, y(1) - 22, `the rate of a large product, ${rate / 1e12} TFLOP/s`, "end"),
   text(0, bottom + 36, "kernels that move bytes, the slowest first"),
   text(right, bottom + 36, "FLOPs for each byte of the arrays", "end"),
-  ...[100, 200, 500, 1000, 2000].map((each) => text(x(each), bottom + 16, `${each}`, "middle")), ...dots),
+  ...[100, 200, 500, 1000].map((each) => text(x(each), bottom + 16, `${each}`, "middle")), ...dots)),
   legend(["accent", "products"], ["reading", "attention"], ["high", "kernels that move bytes"]));
 }
 
@@ -276,7 +257,7 @@ function drawOwn() {
     const model = modelOf(asked);
     if (model.refused) {
       $("figures").replaceChildren(h("div", {}, h("b", {}, "not possible"), model.refused));
-      return;
+      return $("own-map").replaceChildren();
     }
     const {gpu, seconds, letters} = model, tokens = asked.B * asked.T * asked.G;
     const fits = model.total <= gpu.memory ? "it fits" : "it does not fit";

@@ -31,7 +31,10 @@ $("lead").textContent = `Step ${page.step} of a tiny model: ${sizes.L} layers, $
   `${shown(page.verdict.loss)}. Every number is the trainer's own: kernels.cu ran thread by thread ` +
   "on a CPU.";
 document.querySelector("main").hidden = false;  // all at once: nothing jumps
-drawStrip();
+$("phases").replaceWith(legend(["forward", "forward pass"], ["loss", "loss"],
+  ["backward", "backward pass"], ["update", "update"]));
+$("uses").replaceWith(legend(["high", "written now"], ["reading", "read now"],
+  ["alive", "will be read"], ["dead", "nobody reads it again"]));
 drawCode();
 drawDifferences();
 drawMeasured();

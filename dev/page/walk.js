@@ -26,20 +26,14 @@ function touches(launch, number) {
 }
 
 function drawStrip() {
-  $("strip").replaceChildren(...launches.map((launch, i) => button(shortName(launch), () => goTo(i),
-    {class: phaseOf(launch), title: fullName(launch)})));
-  $("phases").replaceWith(legend(...["forward", "loss", "backward", "update"].map(
-    (phase) => [phase, `${phase} pass`.replace("update pass", "update")])));
-}
-function markStrip() {
-  [...$("strip").children].forEach((each, i) => {
-    const lit = state.lit === null ? "" : touches(launches[i], state.lit);
-    each.setAttribute("aria-current", i === state.launch ? "step" : "false");
-    each.tabIndex = i === state.launch ? 0 : -1;
-    each.classList.toggle("lit", lit !== "");
-    each.setAttribute("aria-label", `${shortName(launches[i])}: launch ${i + 1}, ` +
-      fullName(launches[i]) + (lit && `, ${lit} ${nameOf(tensors[state.lit])}`));
-  });
+  $("strip").replaceChildren(...launches.map((launch, i) => {
+    const lit = state.lit === null ? "" : touches(launch, state.lit), now = i === state.launch;
+    return button(shortName(launch), () => goTo(i), {title: fullName(launch),
+      class: `${phaseOf(launch)} ${lit && "lit"}`, tabindex: now ? 0 : -1,
+      "aria-current": now ? "step" : "false",
+      "aria-label": `${shortName(launch)}: launch ${i + 1}, ${fullName(launch)}` +
+                    (lit && `, ${lit} ${nameOf(tensors[state.lit])}`)});
+  }));
 }
 
 // ---- The source
@@ -61,11 +55,9 @@ function drawCode() {
       const text = line.slice(indent) || " ", own = launchesOfLine.get(`${name} ${k}`);
       const soft = k >= from && k < to || line.trimStart().startsWith("#");
       if (!own) return h("span", {class: soft && "soft"}, text);
-      const count = h("small", {}, own.length > 1 ? `${own.length} launches` : "1 launch");
       const go = () => goTo(own.find((i) => i > state.launch) ?? own[0]);
-      const each = button(text, go, {"data-line": `${name} ${k}`});
-      each.append(count);
-      return each;
+      return h("button", {type: "button", onclick: go, "data-line": `${name} ${k}`}, text,
+        h("small", {}, own.length > 1 ? `${own.length} launches` : "1 launch"));
     });
     functionCards.set(name, h("details", {class: "function"},
       h("summary", {}, name, h("small", {class: "soft"}, ` line ${first}`)),
@@ -120,12 +112,12 @@ function formulaOf(launch) {
 
 function drawLaunch() {
   const launch = launches[state.launch], [letters, numbers, work] = formulaOf(launch);
-  const block = (title, text) => h("details", {open: true}, h("summary", {}, title),
+  const block = (title, text, open = true) => h("details", {open}, h("summary", {}, title),
     h("pre", {class: "formula", tabindex: 0, role: "region", "aria-label": title}, text));
   const caller = launch.stack.map(([name]) => name).reverse().find(
     (name) => !name.startsWith("launch_") && name !== "gelu_of_product");
   const facts = launch.grid ? [
-    `${countOf(launch.grid)} blocks of ${launch.block[0]} threads`,
+    `${countOf(launch.grid)} block${countOf(launch.grid) > 1 ? "s" : ""} of ${launch.block[0]} threads`,
     launch.shared ? `${launch.shared} bytes of shared memory` : "",
     ...launch.arguments.filter(({value}) => value !== null).map(
       ({name, value}) => `${name} = ${shown(value)}`)] : [work];
@@ -133,7 +125,7 @@ function drawLaunch() {
     h("p", {class: "soft"}, facts.filter(Boolean).join(", ")),
     block(`${caller}, which asks for it`, page.functions[caller].doc),
     block(launch.grid ? "The comment over the kernel" : "The formula", letters),
-    numbers && numbers !== letters ? block("The same with these sizes", numbers) : "");
+    numbers && numbers !== letters ? block("The same with these sizes", numbers, !launch.grid) : "");
   for (const [id, role, time] of [["writes", "written", state.launch],
                                   ["reads", "read", state.launch - 1]]) {
     $(id).replaceChildren(...launch.arguments.filter((argument) => argument[role]).map(
@@ -238,7 +230,7 @@ function goTo(i) {
   state.launch = i;
   $("where").textContent = `launch ${i + 1} of ${launches.length}: ${fullName(launches[i])}, ` +
     launches[i].stack.map(([name]) => name).slice(2).join(" › ");
-  markStrip();
+  drawStrip();
   markCode();
   drawLaunch();
   drawPlay();
@@ -254,7 +246,7 @@ function goToLit(step) {
 
 function light(number) {
   state.lit = state.lit === number ? null : number;
-  markStrip();
+  drawStrip();
   drawLaunch();
 }
 
@@ -309,13 +301,7 @@ async function drawStory() {
       choose(each, true);
     }));
   const kept = STAYS.has(arenas[tensor.arena].name);
-  const told = story ? [h("p", {}, `${story.formula}:`),
-    h("p", {class: "formula tale", tabindex: 0, role: "region", "aria-label": "in numbers"},
-      ...story.parts.map((part) => part.ref
-        ? operand(shown(part.value), () => choose(part.ref, true), part.label)
-        : part.text || (part.value === undefined ? part : shown(part.value))),
-      ` = ${shown(story.value)}`),
-    ...whoStored(story, stores[stores.length - 1])]
+  const told = story ? [h("p", {}, `${story.formula}:`), toldOf(story), ...whoStored(story, stores[stores.length - 1])]
     : [h("p", {}, kept ? "It is as earlier steps left it, or the host." : "Not written yet.")];
   const next = h("p", {}, readers.length ? "Read next by " : "Nobody reads it again in this step.",
     ...readers.slice(0, 6).flatMap(
@@ -326,6 +312,13 @@ async function drawStory() {
     h("h3", {"data-worked": story ? story.value : found, "data-value": found}, title), ...told, next);
   $("chosen").replaceChildren(h("strong", {}, title), story ? ` ${story.formula} ` : " ",
     h("a", {href: "#microscope"}, "to the microscope"));
+}
+// A formula in numbers; its operands lead to their own stories.
+function toldOf(story) {
+  return h("p", {class: "formula tale"}, ...story.parts.map((part) => part.ref
+    ? operand(shown(part.value), () => choose(part.ref, true), part.label)
+    : part.text || (part.value === undefined ? part : shown(part.value))),
+  ` = ${shown(story.value, 6)}`);
 }
 function whoOf({request, lane}) {
   return `line ${request.line}, block ${request.block}, warp ${request.warp}, lane ${lane}`;
