@@ -33,6 +33,7 @@ HERE = Path(__file__).resolve().parent
 # {feature: why it stands above those that follow}, the outermost first. All others, by name, stand
 # below these, next to the plain program: no two of them change the same thing, which a test holds.
 ORDER = {
+    "products into slots": "their results go elsewhere, whatever makes them",
     "printing": "a step's line comes before what other observers say of the step",
     "nvtx": "its ranges hold all that a pass, a layer or a kernel does",
     "files": "an error of all below about -e, -i or -j may be that of a wrong kind of file",
@@ -50,6 +51,7 @@ ORDER = {
     "outliers": "judges last, after masked targets has skipped steps without targets",
     "masked targets": "wraps any loss, and makes gradients means before zero takes their norm",
     "bf16 sums": "casts before and after the sums of zero and ranks",
+    "slots": "its sums and shares take the place of zero's",
     "zero": "its cuts and sums take the place of ranks'; it gathers before runs saves",
     "ranks": "compares what runs has restored; rank 0 alone samples, prepares and downloads",
     "runs": "restores what ema began, and saves before explain ends the run",

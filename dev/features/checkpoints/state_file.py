@@ -83,6 +83,7 @@ def state_parts(model, position, shared=False):
     yield header
     table = state_table(c, count, rank, version) if shared else None
     for kept in (*moments_of(model), model.masters):
+        kept = model.as_saved(kept) if shared else kept
         for halves in zip(*(of_share(table, views) if shared
                             else c.file_parts(completed(c, views)) for views in kept)):
             halves = [half.reshape(-1) for half in halves]

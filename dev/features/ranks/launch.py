@@ -50,7 +50,7 @@ def start(flags, work):
             path.parent.mkdir(parents=True, exist_ok=True)
             sys.stdout = sys.stderr = steady(open(path, "a", encoding="utf-8"))
         meeting.expect_same(flags_of(flags))  # since they decide what follows
-        ranks = Ranks(meeting, device, local)
+        ranks = Ranks(meeting, device, local, shares=flags.zero and flags.slots != 0)
         status = work(ranks) or 0  # a run that ends well has none
         meeting.leave()
     except (UserError, OSError, KeyboardInterrupt) as e:

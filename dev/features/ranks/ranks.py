@@ -25,6 +25,7 @@ from dev.common.files import paths_of
 from dev.common.flags import with_values
 from dev.features.feature import Feature, Flag
 from dev.features.ranks.collectives import Mpi, Nccl
+from dev.features.ranks.peers import find
 
 PIECE = 8  # numbers: 16 bytes in bf16, which kernels load together
 EMBEDDINGS = "wte", "wpe"  # their gradients are complete last
@@ -33,13 +34,17 @@ EMBEDDINGS = "wte", "wpe"  # their gradients are complete last
 class Ranks:
     """All ranks, as one of them sees them. rank: its index; count: how many there are; local: its
     index on its machine; here: how many are on it; via: the collectives. exchange and agree are
-    Meeting's."""
+    Meeting's. shares: whether to look for memory that they share."""
 
-    def __init__(self, meeting, device, local):
+    peers, apart = None, ""  # the memory that they share, or why they share none
+
+    def __init__(self, meeting, device, local, shares=False):
         self.meeting, self.rank, self.count = meeting, meeting.rank, meeting.count
         self.local, self.here = local, meeting.here
         self.exchange, self.agree = meeting.exchange, meeting.agree
         self.via = (Nccl if device == "cuda" else Mpi)(meeting, local)
+        if shares:
+            self.peers, self.apart = find(meeting, self.via)
 
     def __str__(self):
         machines = len({host for host, *_ in self.meeting.people.values()})
@@ -133,7 +138,7 @@ class Ranked:
         if self.summing:
             self.ready.append(l)
             waiting = sum(pieces.nbytes + tail.nbytes for part in self.ready
-                          for _, pieces, _, tail, _ in self.sums[part])
+                          for _, pieces, _, tail, _ in self.sums.get(part, ()))
             if waiting >= self.at_once:
                 self.queue_sums()
 

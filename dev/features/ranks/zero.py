@@ -22,6 +22,7 @@ import numpy as np
 
 from dev.features.feature import Feature, Flag
 from dev.features.ranks.ranks import cut, cut_layers
+from dev.features.ranks.slots import why_none
 from train_gpt2 import LOW, Row, carve, kept_as, update_table
 
 TENSOR = 32  # numbers: 64 bytes in bf16, on which tensors in arenas are aligned
@@ -49,17 +50,21 @@ class Sharded:
     def tables(cls, c, device, B, T):
         """As GPT2.tables, with AdamW's tensors for the share only, and two more: the share's summed
         gradients, and its parameters as they are sent."""
-        tables, ranks = super().tables(c, device, B, T), cls.ranks
+        tables = super().tables(c, device, B, T)
         for name in ("adam m", "adam v"):
-            tables[name] = share_of(tables[name], ranks, cls.uncut)
+            tables[name] = cls.share(tables[name])
         own = {row.name: row for row in update_table(tables["adam m"])}
         tables["update"] = [own.get(row.name, row) for row in tables["update"]]
         if "low bits" in tables:
-            tables["low share"] = share_of(tables.pop("low bits"), ranks, cls.uncut)
-        norms = Row("norms", (-(-ranks.count // 4) * 4,))  # of shares; global_norm reads fours
-        return tables | {"grad share": share_of(tables["gradients"], ranks, cls.uncut),
-                         "param share": share_of(tables["parameters"], ranks, cls.uncut),
-                         "share norms": [norms]}
+            tables["low share"] = cls.share(tables.pop("low bits"))
+        norms = Row("norms", (-(-cls.ranks.count // 4) * 4,))  # of shares; global_norm reads fours
+        return tables | {"grad share": cls.share(tables["gradients"]),
+                         "param share": cls.share(tables["parameters"]), "share norms": [norms]}
+
+    @classmethod
+    def share(cls, table):
+        """The table of this rank's share of a table's tensors."""
+        return share_of(table, cls.ranks, cls.uncut)
 
     def __init__(self, *args, **keywords):
         super().__init__(*args, **keywords)
@@ -72,8 +77,7 @@ class Sharded:
     def share_views(self, arena):
         """Views of an arena that has this rank's share of each parameter."""
         dtype = {"param share": self.device.real, "low share": LOW}.get(arena, np.float32)
-        return carve(self.arenas[arena], share_of(self.config.parameter_table(dtype), self.ranks,
-                                                  self.uncut))
+        return carve(self.arenas[arena], self.share(self.config.parameter_table(dtype)))
 
     def cuts(self, whole, share):
         """(row, l, all pieces, own piece, tail, own tail) of each layer of each tensor. Those that
@@ -97,6 +101,10 @@ class Sharded:
             return l // each, True, l % each
         return l - each * self.count, False, 0
 
+    def as_saved(self, kept):
+        """Views of this rank's share as a state file has them. All ranks call this."""
+        return kept
+
     def keeper(self, row, part):
         """The rank that keeps the tail of a layer of a tensor; part: as in by_layers."""
         return self.place_of_layer(row, part)[0] if row.name in self.uncut else 0
@@ -108,12 +116,16 @@ class Sharded:
         whole = [self.grads, self.params] if kept is self.masters else [self.grads]
         super().set_tensors(tensors, whole)
         for views in kept:
-            for _, _, pieces, own, tail, rest in self.cuts(self.grads, views):
-                if own is not None:
-                    part = pieces[self.rank * len(own) :][: len(own)]
-                    own[...] = kept_as(part, own.dtype)
-                if rest is not None:
-                    rest[...] = kept_as(tail, rest.dtype)
+            self.keep_share(views)
+
+    def keep_share(self, views):
+        """Set views of this rank's share from the whole tensors in the gradients' memory."""
+        for _, _, pieces, own, tail, rest in self.cuts(self.grads, views):
+            if own is not None:
+                part = pieces[self.rank * len(own) :][: len(own)]
+                own[...] = kept_as(part, own.dtype)
+            if rest is not None:
+                rest[...] = kept_as(tail, rest.dtype)
 
     # ---- The whole parameters
 
@@ -190,16 +202,26 @@ class Sharded:
     def norm_of(self, gradients):
         """As GPT2.norm_of, then adam.gradient_norm[0] = the norm of all shares' norms."""
         super().norm_of(gradients)
-        via, norm = self.ranks.via, self.adam.gradient_norm
-        with via.fork():
-            via.gather(norm[:1], self.norms[: self.count])
-        via.join()
+        norm = self.adam.gradient_norm
+        self.gather_norms(norm[:1])
         self.device.launch("global_norm", 1, norm, self.norms, self.norms.size)
+
+    def gather_norms(self, own):
+        """norms = that of each rank's share."""
+        with self.ranks.via.fork():
+            self.ranks.via.gather(own, self.norms[: self.count])
+        self.ranks.via.join()
 
 
 class ShardedTraining:
     """The run of such a model. Whatever reads parameters between steps is here: all ranks gather
     them first, even where only one rank reads."""
+
+    def announce(self):
+        super().announce()
+        why = why_none(self.flags, self.ranks)
+        where = f"by collectives, not in --slots: {why}" if why else f"in slots: {self.ranks.peers}"
+        print(f"sums         | {where}")
 
     def validate(self, done):
         self.model.gather()
