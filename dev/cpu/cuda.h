@@ -7,7 +7,7 @@
 //     #include "kernels.cu"
 //     CPU_KERNEL(gelu_forward)  // const char* launch_gelu_forward(grid, block, shared_bytes, args): see its definition
 //
-// a C++17 compiler makes a shared library with one function for each kernel. OpenMP spreads the blocks of a grid over OS
+// a C++17 compiler makes, with launch.h's object, a shared library with one function for each kernel. OpenMP spreads the blocks of a grid over OS
 // threads; a block stays on one, so __shared__ is thread_local. The threads of a block run one after another, as plain
 // calls in a loop, as long as none has to wait for another. So an element-wise kernel costs no more than that loop, which
 // the compiler even vectorises, and no kernel has to declare that it synchronises. A thread that waits, at a barrier or

@@ -20,6 +20,7 @@ from train_gpt2 import SIZES, FastCuda, UserError, aligned_bytes
 
 HEADER = Path(__file__).resolve().parent / "cuda.h"
 HEADERS = sorted(HEADER.parent.glob("*.h"))  # cuda.h includes the others
+RUNTIME = HEADER.with_name("launch.h")  # but for this one, which is linked
 KERNELS = HEADER.parents[2] / "kernels.cu"
 # Always compiled with it, so that a run with --moments bf16, --sums bf16 or --optimizer muon needs
 # no other library than one without.
@@ -109,7 +110,7 @@ class Emulated(Host):
         if self.races:
             flags.remove("-fopenmp")
             flags += races.MORE_FLAGS
-        libraries = ["-x", "none", *races.LIBRARIES] if self.races else []
+        libraries = races.LIBRARIES if self.races else []
         if self.students:
             flags += flags_for_students(found_compiler())
         texts = {}
@@ -129,6 +130,7 @@ class Emulated(Host):
             what is the same for all of theirs."""
             return "".join([
                 f'#include "{called(HEADER)}"\n',
+                "#pragma GCC visibility push(hidden)\n",  # a precompiled header's has no effect here
                 *(f'#line 1 "{called(path)}"\n{text}\n' for path, text in texts.items()
                   if students or path not in self.students),
                 # in which kernels may be
@@ -140,9 +142,9 @@ class Emulated(Host):
         debugged = self.students or any(flag.startswith("-g") for flag in flags)
         named = program(str if debugged else lambda path: path.name)
         # Students' files are the last, so the compiler can keep what it made of the others.
-        ahead = program(str, students=False) if self.students else ""
+        ahead = program(str, students=False) if self.students else f'#include "{HEADER}"\n'
         path, self.warnings = compiled("kernels.cu", flags, program(str), named, HEADERS, libraries,
-                                       bool(self.students), ahead)
+                                       bool(self.students), ahead, RUNTIME)
         return path
 
     def set_order(self, order, name="order"):

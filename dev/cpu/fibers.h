@@ -23,7 +23,7 @@ constexpr size_t guard_bytes = 64 << 10;  // below each stack; a whole number of
 // A function of a warp or a block that does not touch a kernel's memory. The race finder's hooks in it would cost ten
 // times as much as the function, so there it is not inlined into a kernel; CALLER is where the kernel goes on.
 #ifdef __SANITIZE_THREAD__
-#define UNWATCHED QUIET __attribute__((noinline))
+#define UNWATCHED QUIET inline __attribute__((noinline))
 #define CALLER __builtin_return_address(0)
 #else
 #define UNWATCHED __device__

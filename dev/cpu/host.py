@@ -124,8 +124,10 @@ def flags_asked_for():
 
 def run_compiler(command, source=""):
     """What a compiler has done with a source, and said in English."""
+    # A sanitizer's library, preloaded for our kernels, would make the compiler half as fast.
+    env = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     return subprocess.run(command, input=source, capture_output=True, encoding="utf-8",
-                          errors="replace", env=os.environ | {"LC_ALL": "C.UTF-8"})
+                          errors="replace", env=env | {"LC_ALL": "C.UTF-8"})
 
 
 def found_compiler():
@@ -144,20 +146,18 @@ def checksum(library, warnings):
     return hashlib.sha256(library + warnings.encode()).hexdigest()
 
 
-def compiled(what, flags, source, named=None, files=(), libraries=(), warns=False, ahead=""):
+def compiled(what, flags, source, named=None, files=(), libraries=(), warns=False, ahead="",
+             runtime=None):
     """(the path of a shared library, the compiler's warnings if warns). It is compiled from the
     text `source`, unless it has been with these flags, for the same processor. named: the source,
     if it names files otherwise than the cache should; files: what it includes; ahead: a beginning
-    of the source that others share: it is compiled once."""
+    of the source that others share, and runtime: the path of another source that is linked with
+    it: both are compiled once."""
     compiler, cache = found_compiler(), cache_folder()
 
     def library_of(flags):
-        # -### prints what the driver would run, and so what -march=native means on this processor.
-        target = run_compiler([*words_of(compiler), *flags, "-E", "-###", "-x", "c++",
-                               os.devnull]).stderr
-        key = hashlib.sha256(b"\0".join([(named or source).encode(), *(
-            path.read_bytes() for path in files), target.encode()]))
-        return cache / f"kernels_{key.hexdigest()[:16]}.so"
+        key = key_of([*words_of(compiler), *flags], named or source, files)
+        return cache / f"kernels_{key}.so"
 
     library = library_of(flags)
     bare = (flag for flag in flags if not flag.startswith("-D"))  # one answer for all kernels
@@ -167,7 +167,23 @@ def compiled(what, flags, source, named=None, files=(), libraries=(), warns=Fals
         library = library_of(flags)
     with compiling.setdefault(library, threading.Lock()):  # one thread of this process
         return find_or_compile(what, [*words_of(compiler), *flags], source, library, libraries,
-                               warns, ahead, files)
+                               warns, ahead, files, runtime)
+
+
+def key_of(command, text, files):
+    """What names the results of compiling a text, which includes files, with this command."""
+    # -### prints what the driver would run, and so what -march=native means on this processor.
+    target = run_compiler([*command, "-E", "-###", "-x", "c++", os.devnull]).stderr
+    parts = [text.encode(), *(path.read_bytes() for path in files), target.encode()]
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+
+
+def for_all(command, text, files):
+    """A command without the switches that neither a text nor the files know, so that it is the same
+    for more kernels."""
+    known = set(re.findall(r"\w+", text + "".join(path.read_text("utf-8") for path in files)))
+    switch = re.compile(r"-D(\w+)")
+    return [word for word in command if not switch.match(word) or switch.match(word)[1] in known]
 
 
 # What g++ says of a function that calls itself, and must be inlined
@@ -207,29 +223,48 @@ def precompiled(command, text, cache, files):
     cannot, and the first time, since a header that is used once costs more than it saves."""
     if "-D__CUDA_ARCH__" in " ".join(command):
         return []  # rare, and a header of its own costs more than it saves
-    key = hashlib.sha256("\0".join([*command, text, *(path.read_text("utf-8") for path in files)]
-                                   ).encode())
-    header = cache / f"ahead_{key.hexdigest()[:16]}.h"
+    command = for_all(command, text, files)
+    header = cache / f"ahead_{key_of(command, text, files)}.h"
     made = header.with_suffix(".h.gch")
-    if not header.exists():
-        replace_file(header, [text.encode()])
-        return []
-    if not made.exists():
-        with tempfile.TemporaryDirectory(prefix="compiling_", dir=cache) as folder:
-            own = Path(folder) / header.name
-            own.write_text(text, encoding="utf-8")
-            done = run_compiler([*command, "-x", "c++-header", own, "-o", f"{own}.gch"])
-            if done.returncode or not Path(f"{own}.gch").exists():
+    with compiling.setdefault(made, threading.Lock()):
+        if not header.exists():
+            replace_file(header, [text.encode()])
+            return []
+        if not made.exists():
+            if not compiled_once([*command, "-x", "c++-header"], text, made):
                 return []
-            os.replace(f"{own}.gch", made)
-        for old in cache.glob("ahead_*"):
-            with contextlib.suppress(OSError):
-                if time.time() - old.stat().st_atime > PRECOMPILED_DAYS * 86400:
-                    old.unlink()
-    return ["-include", header]
+            for old in cache.glob("ahead_*"):
+                with contextlib.suppress(OSError):
+                    if time.time() - old.stat().st_atime > PRECOMPILED_DAYS * 86400:
+                        old.unlink()
+    with open(made, "rb") as file:  # clang's is refused if a file has another date
+        return ["-include", header] if file.read(4) == b"gpch" else []
 
 
-def find_or_compile(what, command, source, library, libraries, warns, ahead="", files=()):
+def compiled_once(command, text, made):
+    """Whether a command makes a file of a text."""
+    with tempfile.TemporaryDirectory(prefix="compiling_", dir=made.parent) as folder:
+        own = Path(folder) / made.stem
+        own.write_text(text, encoding="utf-8")
+        done = run_compiler([*command, own, "-o", f"{own}.made"])
+        if done.returncode or not Path(f"{own}.made").exists():
+            return False
+        os.replace(f"{own}.made", made)
+    return True
+
+
+def object_of(command, source, cache, files):
+    """[the path of what a source that libraries share is compiled to], or [] if it cannot be."""
+    text = source.read_text("utf-8")
+    command = for_all(command, text, ())
+    made = cache / f"runtime_{key_of(command, text, files)}.o"
+    with compiling.setdefault(made, threading.Lock()):
+        there = made.exists() or compiled_once(
+            [*command, f"-I{source.parent}", "-c", "-x", "c++"], text, made)
+        return [made] * there
+
+
+def find_or_compile(what, command, source, library, libraries, warns, ahead, files, runtime):
     """As compiled, given the compiler with its flags and the library's path."""
     flags, compiler, cache = command, compiler_of(), library.parent
     seal = library.with_suffix(".txt")  # written last
@@ -246,17 +281,22 @@ def find_or_compile(what, command, source, library, libraries, warns, ahead="", 
             temporary = Path(folder) / library.name
             ahead = ahead * source.startswith(ahead)
             shared = precompiled(command, ahead, cache, files) if ahead else []
-            for _ in range(2):  # again with recursion, if it is there
-                done = run_compiler([*flags, *shared, "-x", "c++", "-", *libraries, "-o",
-                                     temporary], source[len(ahead) * bool(shared):])
+            for _ in range(2):  # again with recursion, if it is there, or without a damaged object
+                objects = object_of(command, runtime, cache, files) if runtime else []
+                done = run_compiler([*flags, *shared, "-x", "c++", "-", "-x", "none", *objects,
+                                     *libraries, "-o", temporary],
+                                    source[len(ahead) * bool(shared):])
                 if done.returncode == 0:
                     made, warnings = temporary.read_bytes(), done.stderr if warns else ""
                     replace_file(library, [made])
                     replace_file(seal, [f"{checksum(made, warnings)}\n{warnings}".encode()])
                     return library, warnings
-                if not RECURSIVE.search(done.stderr):
+                if RECURSIVE.search(done.stderr):
+                    flags, shared = [*flags, *RECURSION], []
+                elif any(str(path) in done.stderr for path in objects):
+                    objects[0].unlink(missing_ok=True)
+                else:
                     break
-                flags, shared = [*flags, *RECURSION], []
     except OSError as e:
         raise UserError(f"{cache}: compiled kernels could not be kept there ({e.strerror}); "
                         "set XDG_CACHE_HOME to a folder that can be written") from None

@@ -63,8 +63,13 @@ struct dim3 {
 // Variables, so that a debugger can print them. Nobody takes their address, so no store of a kernel's can change them,
 // and in a loop they live in registers. Not initial-exec: dlopen has less than 2 KB for a library whose thread_locals
 // are, and that includes the __shared__ arrays.
+#ifdef __SANITIZE_THREAD__
+inline thread_local uint3 threadIdx, blockIdx;  // the race finder's, too
+inline thread_local dim3 blockDim, gridDim;
+#else
 static PER_OS_THREAD uint3 threadIdx, blockIdx;
 static PER_OS_THREAD dim3 blockDim, gridDim;
+#endif
 constexpr int warpSize = 32;
 QUIET inline unsigned thread_number() { return threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z); }
 
@@ -78,7 +83,7 @@ template <class T> __device__ T __ldcg(const T* p) { return *p; }
 // hides a 0.
 namespace cuda_on_cpu {
 enum Poison { OF_SHARED, OF_VARIABLES, OF_LANES };
-static unsigned poison_bits[3] = {~0u, ~0u, ~0u};
+inline unsigned poison_bits[3] = {~0u, ~0u, ~0u};
 QUIET inline void fill_with_poison(void* p, size_t bytes, Poison kind) {
     char* at = static_cast<char*>(p);
     const unsigned bits = poison_bits[kind];
@@ -93,7 +98,7 @@ inline __attribute__((always_inline)) void unset(void* at, size_t bytes) {
 // A GPU's heap, of which each allocation takes 16 bytes more than was asked for. Counts what each thread of a block has
 // of it, and the most that one has had.
 namespace cuda_on_cpu {
-static size_t heap_of_thread[1024], most_of_heap;
+inline size_t heap_of_thread[1024], most_of_heap;
 enum Heap { heap };
 QUIET inline void takes_of_heap(size_t bytes);
 QUIET inline void* take(size_t bytes) {

@@ -16,14 +16,60 @@
 // all of its threads. A launch that fences keeps one of each thread, from its first fence on, or from its beginning if
 // races_fences was called.
 #pragma once
+
+// What blocks.h and its neighbours tell. Without hooks nobody listens.
 #ifdef __SANITIZE_THREAD__
-#include "accesses.h"
+#define TELL QUIET
+#define UNHEARD(...) ;
+#else
+#define TELL inline
+#define UNHEARD(...) { __VA_ARGS__ }
 #endif
+namespace cuda_on_cpu {
+namespace races {
+// Who has asked for an asynchronous access, when, and in which line.
+struct Asked {
+    const void* pc;
+    unsigned thread, time;
+    unsigned waited;  // the thread that was the last to wait for its end
+};
+TELL void block_begins(unsigned n, unsigned blocks) UNHEARD()
+TELL void block_ends() UNHEARD()
+TELL void arrives_in(const char* name) UNHEARD()
+TELL void all_wait(int line) UNHEARD()
+TELL void warp_meets(unsigned warp, int line, bool orders) UNHEARD()
+TELL void lanes_meet(unsigned warp, unsigned mask, bool orders) UNHEARD()
+TELL void works_for_warp(bool begins) UNHEARD()
+TELL void verified(const void* p, size_t bytes) UNHEARD()
+TELL Asked asked(const void* pc) UNHEARD(return {};)
+TELL unsigned time() UNHEARD(return 0;)
+TELL void copy(const void* p, size_t bytes, bool writes, bool begins, const Asked& by) UNHEARD()
+TELL void fence_shared() UNHEARD()
+TELL void hand_over(const void* mbarrier) UNHEARD()
+TELL void look_at(const void* mbarrier) UNHEARD()
+TELL void take_over(const void* mbarrier) UNHEARD()
+TELL void dynamic_name(const char* name, const void* p, size_t item) UNHEARD()
+TELL void shared_variable(const char* name, const void* p, size_t bytes, size_t item, unsigned rank,
+                          const size_t* sizes) UNHEARD()
+template <class T> QUIET void shared_variable(const char* name, const T& variable) {
+    const void* begin = const_cast<const void*>(static_cast<const volatile void*>(&variable));
+    const size_t sizes[] = {std::extent_v<T>, std::extent_v<T, 1>, std::extent_v<T, 2>};
+    shared_variable(name, begin, sizeof(T), sizeof(std::remove_all_extents_t<T>), unsigned(std::rank_v<T>), sizes);
+}
+}  // namespace races
+namespace traffic {
+TELL void matrix_row(const void* p) UNHEARD()
+}  // namespace traffic
+}  // namespace cuda_on_cpu
+#undef TELL
+#undef UNHEARD
+
+#if defined(__SANITIZE_THREAD__) && defined(RUNTIME)
+#include "accesses.h"
 
 namespace cuda_on_cpu {
 namespace races {
 
-#ifdef __SANITIZE_THREAD__
 // Four bytes. They are one cell until an access takes only some of them: two bf16 are not one place.
 struct Word {
     Cell all;
@@ -307,7 +353,7 @@ QUIET __attribute__((noinline)) void read_constant(const void* p, size_t bytes) 
 
 // A thread compares and swaps. What it read there before, with a plain access, was a guess: it harms nobody, whatever
 // was read.
-QUIET inline void verified(const void* p, size_t bytes) {
+QUIET void verified(const void* p, size_t bytes) {
     if (!running || busy || place) return;
     const Busy here;
     const unsigned t = thread_number();
@@ -325,7 +371,7 @@ QUIET inline void touch_volatile(const volatile void* p, size_t bytes, bool writ
 
 // ---- what blocks.h and its neighbours tell ----
 
-QUIET inline void block_begins(unsigned n, unsigned blocks) {
+QUIET void block_begins(unsigned n, unsigned blocks) {
     const Busy here;
     number = n, running = true;
     if (!place) barrier_file = "", barrier_line = 0;
@@ -341,7 +387,7 @@ QUIET inline void block_begins(unsigned n, unsigned blocks) {
     published.resize(max(size_t(blocks), published.size()));
     if (traffic::counting) traffic::block_begins();
 }
-QUIET inline void block_ends() {
+QUIET void block_ends() {
     const Busy here;
     settle();
     if (traffic::counting) traffic::block_ends();
@@ -361,15 +407,15 @@ QUIET inline bool ignored(int line) {
     const size_t all = strlen(where), end = strlen(ignored_file);
     return all >= end && !strcmp(where + all - end, ignored_file);
 }
-QUIET inline void arrives_in(const char* name) { file = name; }
-QUIET inline void all_wait(int line) {
+QUIET void arrives_in(const char* name) { file = name; }
+QUIET void all_wait(int line) {
     settle();
     if (traffic::counting) traffic::all_wait(line);
     if (!place) barrier_file = file ? file : "", barrier_line = line;
     if (!ignored(line)) epoch = ++now;
 }
 // orders: it is a __syncwarp or touches memory for all lanes, and no mere shuffle or vote.
-QUIET inline void warp_meets(unsigned warp, int line, bool orders) {
+QUIET void warp_meets(unsigned warp, int line, bool orders) {
     settle();
     if (traffic::counting) traffic::warp_meets(warp, line);
     if (!orders) shuffled[warp] = ++now;
@@ -377,7 +423,7 @@ QUIET inline void warp_meets(unsigned warp, int line, bool orders) {
 }
 // The same for the lanes of a mask alone, who also learn what each of them knew of other lanes. Before the first time,
 // too few accesses of a warp are kept: what this misses in one block, it finds in the next.
-QUIET inline void lanes_meet(unsigned warp, unsigned mask, bool orders) {
+QUIET void lanes_meet(unsigned warp, unsigned mask, bool orders) {
     settle();
     if (!orders) {
         shuffled[warp] = ++now;
@@ -392,17 +438,11 @@ QUIET inline void lanes_meet(unsigned warp, unsigned mask, bool orders) {
     for (unsigned lane = 0; lane < 32; lane++)
         if (mask >> lane & 1) memcpy(lanes_met[32 * warp + lane], all, sizeof all);
 }
-QUIET inline void works_for_warp(bool begins) { warp_works = begins; }
+QUIET void works_for_warp(bool begins) { warp_works = begins; }
 
-// Who has asked for an asynchronous access, when, and in which line.
-struct Asked {
-    const void* pc;
-    unsigned thread, time;
-    unsigned waited;  // the thread that was the last to wait for its end
-};
-QUIET inline Asked asked(const void* pc) { return {pc, thread_number(), now, thread_number()}; }
-QUIET inline unsigned time() { return now; }
-QUIET inline void copy(const void* p, size_t bytes, bool writes, bool begins, const Asked& by) {
+QUIET Asked asked(const void* pc) { return {pc, thread_number(), now, thread_number()}; }
+QUIET unsigned time() { return now; }
+QUIET void copy(const void* p, size_t bytes, bool writes, bool begins, const Asked& by) {
     if (traffic::counting) {
         if (begins && bytes <= 16) traffic::touch(p, bytes, traffic::COPY, by.pc, by.thread);
         return;
@@ -423,10 +463,10 @@ QUIET inline void copy(const void* p, size_t bytes, bool writes, bool begins, co
 }
 
 // Asynchronous copies from shared memory, and wgmma, see what a thread has written there before this fence.
-QUIET inline void fence_shared() { shared_fences[thread_number()] = ++now; }
+QUIET void fence_shared() { shared_fences[thread_number()] = ++now; }
 
 // A thread arrives at an mbarrier, and others wait there: what it did before, it has done.
-QUIET inline void hand_over(const void* mbarrier) {
+QUIET void hand_over(const void* mbarrier) {
     const Busy here;
     const unsigned t = thread_number();
     std::vector<unsigned> until(1024, epoch);
@@ -440,18 +480,18 @@ QUIET inline void hand_over(const void* mbarrier) {
     known = clock;
     if (!place) access(Address(mbarrier), 8, access_of(__builtin_return_address(0), 8, true, true));
 }
-QUIET inline void look_at(const void* mbarrier) {
+QUIET void look_at(const void* mbarrier) {
     const Busy here;
     if (!place) access(Address(mbarrier), 8, access_of(__builtin_return_address(0), 8, false, true));
 }
-QUIET inline void take_over(const void* mbarrier) {
+QUIET void take_over(const void* mbarrier) {
     const Busy here;
     const auto& known = clocks[GPU_WIDE][Address(mbarrier)];  // null if nobody has arrived yet
     if (known) seen.push_back({thread_number(), now, known});
 }
 
 // A shared variable of the block that begins, or all of its dynamic shared memory. What earlier blocks did is gone.
-QUIET inline void shared_variable(const char* name, const void* p, size_t bytes, size_t item, const char* shape) {
+QUIET void shared_variable(const char* name, const void* p, size_t bytes, size_t item, unsigned rank, const size_t* sizes) {
     if (!bytes) return;
     const Busy here;
     int i = 0;
@@ -464,22 +504,12 @@ QUIET inline void shared_variable(const char* name, const void* p, size_t bytes,
         region_count++;
     } else regions[i]->clear();
     regions[i]->shared = true;
-    regions[i]->name = name, regions[i]->item = std::to_string(item), regions[i]->shape = shape;
-}
-template <class T> QUIET void shared_variable(const char* name, const T& variable) {
-    const Busy here;
-    std::string shape;
-    if constexpr (std::is_array_v<T>) {
-        shape = std::to_string(std::extent_v<T>);
-        if (std::rank_v<T> > 1) shape += "," + std::to_string(std::extent_v<T, 1>);
-        if (std::rank_v<T> > 2) shape += "," + std::to_string(std::extent_v<T, 2>);
-    }
-    const void* begin = const_cast<const void*>(static_cast<const volatile void*>(&variable));
-    shared_variable(name, begin, sizeof(T), sizeof(std::remove_all_extents_t<T>), shape.c_str());
+    regions[i]->name = name, regions[i]->item = std::to_string(item), regions[i]->shape = "";
+    for (unsigned k = 0; k < min(rank, 3u); k++) regions[i]->shape += (k ? "," : "") + std::to_string(sizes[k]);
 }
 
 // A kernel has a name for its dynamic shared memory. It stays the first one's.
-QUIET inline void dynamic_name(const char* name, const void* p, size_t item) {
+QUIET void dynamic_name(const char* name, const void* p, size_t item) {
     const Busy here;
     Region* region = region_of(Address(p));
     if (region && region->name.empty()) region->name = name, region->item = std::to_string(item);
@@ -585,29 +615,4 @@ extern "C" __attribute__((visibility("default"))) void races_ignore(const char* 
 }
 
 #include "hooks.h"
-
-#else  // no hooks, nothing to tell
-inline void block_begins(unsigned, unsigned) {}
-inline void block_ends() {}
-inline void arrives_in(const char*) {}
-inline void all_wait(int) {}
-inline void warp_meets(unsigned, int, bool) {}
-inline void lanes_meet(unsigned, unsigned, bool) {}
-inline void works_for_warp(bool) {}
-inline void verified(const void*, size_t) {}
-struct Asked { unsigned time, waited; };
-inline Asked asked(const void*) { return {}; }
-inline unsigned time() { return 0; }
-inline void copy(const void*, size_t, bool, bool, const Asked&) {}
-inline void fence_shared() {}
-inline void hand_over(const void*) {}
-inline void look_at(const void*) {}
-inline void take_over(const void*) {}
-template <class... A> void shared_variable(A&&...) {}
-
-}  // namespace races
-namespace traffic {
-inline void matrix_row(const void*) {}
-}  // namespace traffic
-}  // namespace cuda_on_cpu
 #endif

@@ -200,7 +200,7 @@ QUIET inline void print_line(const char* line) {
     if (before < 50) fprintf(stderr, "printf: %s\n", line);
     else if (before == 50) fprintf(stderr, "printf: only the first 50 lines are shown\n");
 }
-static thread_local char printed[1024];  // of a line that has not ended
+inline thread_local char printed[1024];  // of a line that has not ended
 QUIET inline void end_print() {
     if (*printed) print_line(printed);
     *printed = 0;

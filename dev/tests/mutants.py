@@ -27,6 +27,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from dev.common.cache import cache_folder
 from dev.common.cuda_source import without_comments
 from dev.common.program import run_main
 from dev.features.order import SOURCES
@@ -189,6 +190,9 @@ def wrong_by(way, top, own):
                                 "OPENBLAS_NUM_THREADS": "1", "CXXFLAGS": flags}
     if own:
         environment["XDG_CACHE_HOME"] = str(top / "cache")
+        (top / "cache/train_gpt2").mkdir(parents=True)
+        for path in cache_folder().glob("runtime_*.o"):  # no fault changes it
+            (top / "cache/train_gpt2" / path.name).symlink_to(path)
     if "address" in flags:
         library = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True,
                                  text=True).stdout

@@ -96,9 +96,10 @@ def test_cached_libraries(device_name, folder):
 
     check("compiled once", launched() == (0, True, ["sum 120"]))
     check("then loaded", launched() == (0, False, ["sum 120"]))
-    [library], [seal] = (list(folder.glob(f"train_gpt2/kernels_*{end}")) for end in (".so", ".txt"))
+    [library], [seal], [shared], [_] = (list(folder.glob(f"train_gpt2/{name}")) for name in (
+        "kernels_*.so", "kernels_*.txt", "runtime_*.o", "ahead_*.h"))
     data, notes = library.read_bytes(), seal.read_bytes()
-    check("no other file stays", len([*library.parent.iterdir()]) == 2, [*library.parent.iterdir()])
+    check("no other file stays", len([*library.parent.iterdir()]) == 4, [*library.parent.iterdir()])
     flipped = bytearray(data)
     flipped[len(data) // 3] ^= 1
     for what, file, content in (
@@ -117,6 +118,9 @@ def test_cached_libraries(device_name, folder):
         found = launched()
         check(f"compiled again: {what}", found == (0, True, ["sum 120"]), found)
         check(f"and then loaded: {what}", launched() == (0, False, ["sum 120"]))
+    shared.write_bytes(shared.read_bytes()[:4096])
+    library.unlink()
+    check("compiled again: half of what is shared", launched() == (0, True, ["sum 120"]))
 
     compiler = Path(compiler_of())
     (folder / "my tools").symlink_to(compiler.parent)
