@@ -54,6 +54,39 @@ __device__ PerColumn of_columns(const float* row) {
     return numbers;
 }
 
+#ifdef __CUDACC__
+// Orders the copy engine's next accesses of device memory after what this thread has seen.
+__device__ void global_seen() { asm volatile("fence.proxy.async;" ::: "memory"); }
+
+// D (64,64) = A' B, or with `add` D += A' B: A and B are 64 columns of 16 rows of two tiles.
+__device__ void wgmma_of_rows(float (*d)[4], unsigned long long a, unsigned long long b, bool add) {
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %34, 0;" WGMMA "%32, %33, p, 1, 1, 1, 1;}"
+                 : FLOATS32(d) : "l"(a), "l"(b), "r"((int)add));
+}
+
+// Starts to copy bytes to shared memory; the mbarrier counts them.
+__device__ void copy_line(void* shared, const void* global, int bytes,
+                          unsigned long long& mbarrier) {
+    asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;"
+                 ::"r"(shared_address(&mbarrier)), "r"(bytes) : "memory");
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+                 "[%0], [%1], %2, [%3];"
+                 ::"r"(shared_address(shared)), "l"(global), "r"(bytes),
+                   "r"(shared_address(&mbarrier)) : "memory");
+}
+
+// Starts to add floats from shared to device memory or, without `add`, to copy them.
+__device__ void add_line(float* global, const float* shared, int bytes, bool add) {
+    if (add)
+        asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
+                     ::"l"(global), "r"(shared_address(shared)), "r"(bytes) : "memory");
+    else
+        asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
+                     ::"l"(global), "r"(shared_address(shared)), "r"(bytes) : "memory");
+    stores_commit();
+}
+#endif
+
 // stats (B,NH,tiles,2,B_c_BACK): of each tile of queries lse and then delta, the sum over a head's
 // channels of out * dout, with zeros beyond T. Clears turns (1 + 2*B*NH*tiles). 16 lanes
 // share a row. Items: tiles of all heads.
