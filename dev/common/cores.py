@@ -1,6 +1,8 @@
 """How many of the machine's cores a process may use: taskset, a scheduler or a launcher may bind it
 to some, and a container may have a quota of time."""
 import os
+import platform
+import re
 from pathlib import Path
 
 from dev.common.host_memory import groups_of
@@ -35,3 +37,12 @@ def usable_cores(processes=1, root=Path("/")):
     if processes > 1 and bound_to() == bound_to(os.getppid()):
         own //= processes
     return max(1, int(min([own, *(quota / processes for quota in quotas(root))])))
+
+
+def processor(root=Path("/")):
+    """The processor's name, or at least its kind."""
+    try:
+        named = re.search(r"^model name\s*: (.+)", (root / "proc/cpuinfo").read_text(), re.M)
+    except OSError:  # not Linux
+        named = None
+    return named[1] if named else platform.processor() or platform.machine()

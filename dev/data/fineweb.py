@@ -41,6 +41,7 @@ import numpy as np
 from dev.common.config import count_tokens
 from dev.common.flags import parse_flags
 from dev.common.program import run_main
+from dev.common.time_left import TimeLeft, duration
 from dev.data.documents import checked_name, cleaned
 from dev.data.hub import download, library, list_files
 from dev.data.tables import read_texts, table_files
@@ -218,6 +219,7 @@ def write_shards(folder, name, progress, paths, encoding, workers, forget=lambda
     encode, names = encoder(encoding, workers), [name for name, _ in progress["files"]]
     batches = ((file, row, *tokenize(*encode, texts, names[file], row)) for file, row, texts in
                read_batches(paths, progress["--column"], start, progress["source"] == "--input"))
+    time_left, nbytes, file = TimeLeft(), [size for _, size in progress["files"]], start.file
     with tqdm(unit=" tokens", unit_scale=True, leave=False, disable=None) as bar:
         bar.reset(shard_size(progress, progress["shards"]))
         begun = time.perf_counter()
@@ -240,10 +242,14 @@ def write_shards(folder, name, progress, paths, encoding, workers, forget=lambda
                          "done": place is None, "tokens": progress["tokens"] + len(tokens)}
             replace_file(path, [json.dumps(progress).encode()])
             bar.clear()  # the next line takes its place
+            before, file = file, progress["place"][0]
+            left = file > before and time_left.seconds(sum(nbytes[start.file : file]),
+                                                       sum(nbytes[start.file :]))
             for shard, part in enumerate(parts, done):
                 print(f"{shard_path(folder, name, shard)}: {len(part):,} tokens, {rate:,.0f} "
                       f"tokens/s, input file {progress['place'][0] + 1} of "
-                      f"{len(progress['files'])}", flush=True)
+                      f"{len(progress['files'])}" + (f", {duration(left)} left" if left else ""),
+                      flush=True)
             begun = time.perf_counter()
             bar.reset(shard_size(progress, done + len(parts)))
             forget(progress["place"][0])

@@ -23,6 +23,7 @@ import numpy as np
 from dev.common.files import checked_header
 from dev.common.flags import parse_flags
 from dev.common.program import run_main
+from dev.common.time_left import TimeLeft
 from dev.data.documents import cleaned
 from dev.data.hub import download, list_files
 from dev.data.tables import read_rows, table_files
@@ -64,7 +65,9 @@ def write_questions(path, questions, encoding):
     """Write (context, endings, label)s, and return how many. Raises UserError if there are none or
     one is too long."""
     examples, encode = [], functools.partial(call_tiktoken, encoding.encode_ordinary)
-    for i, (context, endings, label) in enumerate(questions):
+    questions = [*questions]
+    told = TimeLeft().over(questions, len(questions), lambda question: 1)
+    for i, (context, endings, label) in enumerate(told):
         parts = [encode(text) for text in (context, *(" " + ending for ending in endings))]
         body = [i, label, COMPLETIONS, *(token for part in parts for token in (len(part), *part))]
         nbytes = 2 * (2 + len(body))

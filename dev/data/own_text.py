@@ -18,6 +18,7 @@ import numpy as np
 
 from dev.common.flags import parse_flags
 from dev.common.program import run_main
+from dev.common.time_left import TimeLeft
 from dev.data import chats
 from dev.data.documents import FLAGS as DOCUMENTS, documents_of, input_files, name_of, said
 from dev.data.text import both
@@ -49,7 +50,7 @@ FLAGS = [
 def tokens_of(texts, vocabulary):
     """<|endoftext|> and its tokens of each text, uint16."""
     parts = []
-    for text in texts:
+    for text in TimeLeft().over(texts, sum(map(len, texts))):
         parts += [np.array([vocabulary.eot], "<u2"), vocabulary.encode_array(text)]
     return np.concatenate(parts) if parts else np.zeros(0, "<u2")
 

@@ -6,10 +6,10 @@ import time
 import numpy as np
 
 from dev.common.bf16 import to_bf16
+from dev.common.time_left import duration
 from dev.features import muon
 from dev.features.feature import Feature, Flag
 from dev.features.peak import flops_per_token
-from dev.features.terminal import duration
 from train_gpt2 import BF16
 
 # A training step reaches this share of the FLOP/s of one of its matrix products alone: 0.62 for the

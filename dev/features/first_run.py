@@ -9,6 +9,8 @@ import os
 import signal
 
 from dev.common.config import checkpoint_parts
+from dev.common.cores import processor, usable_cores
+from dev.common.time_left import duration
 from dev.data.vocabulary import vocabulary_beside, write_vocabulary
 from dev.features.devices import ON_CPU
 from dev.features.feature import Feature, trains
@@ -85,6 +87,21 @@ class FirstRun:
         super().announce()
 
 
+LONG = 120  # seconds: a first run that takes more says so
+
+
+class Long:
+    """Says how long a first run takes on this machine, if that is long: an observer."""
+
+    def expected(self, run, seconds):
+        if run.why and seconds > LONG:
+            cores = usable_cores()
+            machine = (f"{processor()}, {cores} core{'s'[:cores - 1]}"
+                       if run.flags.device in ON_CPU else run.device)
+            run.say(f"first run    | takes about {duration(seconds)} on this machine ({machine}); "
+                    "--minutes 2 would end it after two")
+
+
 class Interrupted:
     """Training without -o whose small model, if it chose one without -e, outlives a signal."""
     chosen = False  # whether -e was not given
@@ -101,18 +118,16 @@ class Interrupted:
             parts = checkpoint_parts(self.config, self.model.params, self.device.real)
             replace_file(f"{name}.bin", map(self.device.get, parts))
             self.kept = f"{name}.bin"
-
-    def train(self):
-        super().train()
-        asked = self.flags.sample_every and self.flags.sample_tokens
-        if self.kept and self.stopping and self.signals[0] == signal.SIGINT and asked:
-            self.sample()
+            if self.signals[0] == signal.SIGINT and self.flags.sample_every:
+                self.sample()
 
     def what_is_left(self):
-        return (f'its weights are in {self.kept}: -e {self.kept} --sample "To be" lets it write'
-                if self.kept else super().what_is_left())
+        if not self.kept:
+            return super().what_is_left()
+        return (f"its weights are in {self.kept}: the same command with -e {self.kept} goes on "
+                'from them, and with --sample "To be" lets them write')
 
 
-FEATURE = Feature("first run", training=FirstRun)
+FEATURE = Feature("first run", training=FirstRun, observer=Long)
 INTERRUPTED = Feature("interrupted first run", lambda flags, ranks: trains(flags) and
                       not flags.output, training=Interrupted)

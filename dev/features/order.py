@@ -35,6 +35,8 @@ HERE = Path(__file__).resolve().parent
 ORDER = {
     "products into slots": "their results go elsewhere, whatever makes them",
     "printing": "a step's line comes before what other observers say of the step",
+    "minutes": "knows how many steps there are before all others ask",
+    "terminal": "its clock runs around all that a validation or a sample does",
     "nvtx": "its ranges hold all that a pass, a layer or a kernel does",
     "files": "an error of all below about -e, -i or -j may be that of a wrong kind of file",
     "dry run": "its run() ends before a training, a sample or a chat would begin",

@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 
-from dev.common.cores import quotas, usable_cores
+from dev.common.cores import processor, quotas, usable_cores
 from dev.tests.checks import EXACT, TOP, check, fast
 
 V1, V2 = "4:cpu,cpuacct:/docker/a\n", "0::/job/step\n"
@@ -47,6 +47,14 @@ def test_quotas(folder):
             ("more processes than cores", cores("many", {}, 100), 1)):
         yield name, found, expected, EXACT
     check("a group that is not there", [*quotas(folder / "none")] == [])
+
+
+@fast
+def test_processor(folder):
+    (folder / "proc").mkdir()
+    (folder / "proc/cpuinfo").write_text("vendor_id\t: X\nmodel name\t: Abacus 3\nmodel\t: 1\n")
+    check("its name", processor(folder) == "Abacus 3")
+    check("without one", processor(folder / "none"))
 
 
 @pytest.mark.parametrize("threads", ("", "3"))

@@ -234,11 +234,16 @@ def test_interrupted(folder):
         next(line for line in child.stdout if line.startswith("step    2/"))
         child.send_signal(number)
         text, _ = child.communicate(timeout=60)
-        step, name = re.search(r"after (\d+) of .* are in (\S+_again.bin): -e", text).groups()
+        step, name = re.search(r"after (\d+) of .* are in (\S+_again.bin): the same ",
+                               text).groups()
         call(*flags, "-x", step, "-s", 0, "-o", f"whole {number}")
         wish = (folder / f"whole {number}/model_{int(step):08d}.bin").read_bytes()
         check(f"{number}: its weights", (folder / name).read_bytes() == wish)
-        check(f"{number}: a sample", ("generating:" in text) == (number == signal.SIGINT), text)
+        before, _, after = text.partition("interrupted after")  # the line that says how to go on
+        check(f"{number}: a sample", ("generating:" in before) == (number == signal.SIGINT), text)
+        check(f"{number}: once", "generating:" not in after, text)
+        said = ran(*flags, "-e", name, "-x", 1, "-s", 0)
+        check(f"{number}: it goes on", "step    1/1" in said, said)
         _, said, _ = call("--device", "cpu", "-e", name, "--sample", "The ", "-g", 3)
         check(f"{number}: its words", said.startswith("The ") and "<" not in said, said)
 

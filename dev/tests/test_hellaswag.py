@@ -3,8 +3,6 @@
 NumPy takes the logits of each row by itself, without padding, and continues in float64. In one test
 the logits are PyTorch's.
 """
-import contextlib
-import io
 import os
 import re
 from types import SimpleNamespace
@@ -22,7 +20,6 @@ from dev.llama3.train_llama3 import Llama3
 from dev.tests.checks import EXACT, check, check_refusal, fast, header_refusal
 from dev.tests.models import FIXTURES, LIMITS, device_of, poisoned_model, read_debug_state
 from dev.tests.trainings import LENGTHS, call, file_of, random_examples
-from dev.tools.score import progress_line  # before NumPy: it sets how NumPy's threads wait
 from train_gpt2 import to_float
 
 DEVICE_SIZES = {GPT2: (64, 2), Llama3: (64, 2)}  # C and NH of these
@@ -262,11 +259,6 @@ def test_rules(folder):
     check("widths of short rows", model.widths == [(5, 256), (5, 256), (5, 128)], model.widths)
     check_refusal("too long", "-t 299: HellaSwag's example 3 has 299 tokens .*; expected -t 300 or "
                   "more", count_right, Told(table, 4, 299), long)
-    with contextlib.redirect_stderr(io.StringIO()) as written:
-        progress_line(1000, 2000)
-        progress_line(2000, 2000)
-    check("the progress line goes", written.getvalue() == "\r\x1b[KHellaSwag: 1,000 of 2,000 "
-          "completions\r\x1b[K", repr(written.getvalue()))
 
 
 # ---- The program

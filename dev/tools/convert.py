@@ -46,6 +46,7 @@ from dev.common.config import Config, padded
 from dev.common.files import checked_header
 from dev.common.flags import argument, parse_flags
 from dev.common.program import run_main
+from dev.common.time_left import TimeLeft
 from dev.data.chats import jinja_of
 from dev.data.hub import ask
 from dev.data.vocabulary import vocabulary_bytes
@@ -124,6 +125,11 @@ def stored_as(dtype, tensor):
             chunk = chunk.astype(np.float32) if chunk.dtype == np.float16 else to_float(chunk)
             chunk = to_bf16(chunk) if dtype == BF16 else chunk
         yield chunk
+
+
+def told(chunks, numbers):
+    """The chunks of a file of about so many numbers; says how long they take."""
+    return TimeLeft().over(chunks, numbers, lambda chunk: getattr(chunk, "size", 0))
 
 
 # ---- The hub
@@ -275,7 +281,8 @@ def folder_to_checkpoint(name, path, dtype=None):
                 name, found[name], c.C // c.NH, 2))
 
     version = next(version for version, stored in c.STORED.items() if stored == dtype)
-    replace_file(path, itertools.chain(c.headers(version), tensors()))
+    numbers = sum(row.size for row in c.file_table())
+    replace_file(path, itertools.chain(c.headers(version), told(tensors(), numbers)))
     beside = Path(path).with_name(f"{Path(path).stem}_tokenizer.bin")
     if own:
         replace_file(beside, [vocabulary_bytes(own)])
@@ -296,8 +303,8 @@ def write_safetensors(path, tensors, dtype, HS):
     text += b" " * (-len(text) % 8)
     numbers = (chunk for name, tensor in tensors.items()
                for chunk in stored_as(dtype, turned(name, tensor, HS, HS // 2)))
-    replace_file(path,
-                 (chunk for part in ([np.uint64(len(text)), text], numbers) for chunk in part))
+    count = sum(tensor.size for tensor in tensors.values())
+    replace_file(path, itertools.chain([np.uint64(len(text)), text], told(numbers, count)))
 
 
 def named_tensors(path, c, stored, header, names=None):
@@ -335,8 +342,9 @@ def checkpoint_to_gguf(path, target, dtype=None, chat=None):
     c, stored, header = open_checkpoint(path)
     _, names = gguf_file.ARCHITECTURES[type(c)]
     tensors = dict(named_tensors(path, c, stored, header, names))
-    replace_file(target, gguf_file.gguf_parts(path, c, tensors, dtype or stored, TEXT_IDS,
-                                              stored_as, chat_template(path, c, chat)))
+    parts = gguf_file.gguf_parts(path, c, tensors, dtype or stored, TEXT_IDS, stored_as,
+                                 chat_template(path, c, chat))
+    replace_file(target, told(parts, sum(tensor.size for tensor in tensors.values())))
 
 
 def checkpoint_to_folder(path, folder, dtype=None, chat=None):

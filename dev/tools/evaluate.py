@@ -19,15 +19,13 @@ so that bits per byte are those of the whole text. The text's first token is not
 Perplexities compare only models of the same vocabulary; bits per byte compare all. `<|endoftext|>`
 in a text is that token.
 """
-import time
-
 import numpy as np
 
 from dev.common.config import check_tokens
 from dev.common.flags import parse_flags
 from dev.common.program import run_main
+from dev.common.time_left import TimeLeft
 from dev.data.documents import read_utf8
-from dev.features.terminal import progress
 from dev.features.tokenizer import Tokenized
 from dev.tools.architecture import checkpoint_of, find_architecture
 from dev.tools.score import FLAGS as SCORE_FLAGS, compute, device_of
@@ -70,8 +68,9 @@ def windows(n, T, stride):
 
 def losses_of(model, tokens, T, stride):
     """The loss of each token but the first, (n-1) in fp32."""
-    rows, done, begun = [*windows(len(tokens), T, stride)], [], time.perf_counter()
-    for at in range(0, len(rows), model.B):
+    rows, done = [*windows(len(tokens), T, stride)], []
+    batches = range(0, len(rows), model.B)
+    for at in TimeLeft().over(batches, len(batches), lambda at: 1):
         batch = rows[at : at + model.B]
         width = max(end - 1 - start for start, _, end in batch)
         inputs, targets = np.zeros((2, len(batch), width), np.int32)  # zeros at the end: not seen
@@ -82,9 +81,6 @@ def losses_of(model, tokens, T, stride):
         losses = model.device.get(model.acts.losses[: inputs.size]).reshape(inputs.shape)
         done += [losses[b, first - 1 - start : end - 1 - start]
                  for b, (start, first, end) in enumerate(batch)]
-        share = (at + len(batch)) / len(rows)
-        progress(share, (time.perf_counter() - begun) * (1 / share - 1))
-    progress()
     return np.concatenate(done)
 
 

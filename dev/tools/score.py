@@ -2,11 +2,10 @@
 
     python -m dev.tools.score -e gpt2_124M.bin --data data/hellaswag/hellaswag_val.bin
 """
-import sys
-
 from dev.common.config import read_parameters
 from dev.common.flags import parse_flags
 from dev.common.program import run_main
+from dev.common.time_left import TimeLeft
 from dev.data.vocabulary import vocabulary_of_checkpoint
 from dev.features.base import GPT2
 from dev.features.devices import ON_CPU, make_device
@@ -28,12 +27,6 @@ FLAGS = [
      "8.0, fp32)"),
     (None, "--plain", "switch", 0, "1: on a GPU, without the section Faster of train_gpt2.py"),
 ]
-
-
-def progress_line(done, total):
-    """Progress for a terminal: a line on stderr, cleared at the end."""
-    line = f"HellaSwag: {done:,} of {total:,} completions" if done < total else ""
-    print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
 
 
 def device_of(flags, c):
@@ -71,9 +64,8 @@ def main(arguments=None):
     print(f"model        | {flags.model} (-e), {c}")
     print(f"data         | {flags.data}: {len(examples):,} examples of at most {most} tokens "
           f"(--data), B={B} T={T}", flush=True)
-    progress = progress_line if sys.stderr.isatty() else None
     correct, total = compute(architecture, c, device, flags.model, B, T,
-                             lambda model: count_right(model, examples, progress))
+                             lambda model: count_right(model, examples, TimeLeft()))
     print(f"HellaSwag: {correct}/{total} = {correct / total:.6f}")
 
 
