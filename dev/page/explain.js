@@ -37,7 +37,7 @@ class Story {
     const terms = range(count).map((i) => i ? [" + ", ...term(i)] : term(i));
     const more = terms.slice(Story.MOST).flat();
     return ["(", ...(count ? terms.slice(0, Story.MOST).flat() : ["0"]),
-            ...(more.length ? [{more, text: ` + … ${count - Story.MOST} more`}] : []), ")"];
+            ...(more.length ? [{more, text: ` + ${count - Story.MOST} more`}] : []), ")"];
   }
 }
 

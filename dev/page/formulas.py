@@ -115,10 +115,11 @@ def flags_of(**chosen):
 
 
 def model_class(chosen, ranks=1):
-    """The model of a training with these choices, on a CPU. Raises UserError."""
+    """The model of a training with these choices, on a CPU; of several ranks without slots, whose
+    pieces are no formulas. Raises UserError."""
     flags, table = order.read_flags(flags_of(**chosen, device="cpu"), GPT2)
     flags.sample_every = 0  # whose cache is not a training's
-    group = SimpleNamespace(count=ranks, rank=1) if chosen["zero"] else None
+    group = SimpleNamespace(count=ranks, rank=1, peers=None, apart="") if chosen["zero"] else None
     return order.classes_of(flags, table, GPT2, group)[1]
 
 

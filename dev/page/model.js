@@ -39,9 +39,11 @@ function drawDifference({place, backward, gradient, index, losses, quotients, wo
     tableOf(`Losses with ${place} changed by h`,
       ["h", "loss(w+h)", "loss(w−h)", "difference / 2h", "off by"],
       losses.map(([step, above, below], i) => [digits(step), above.toFixed(8), below.toFixed(8),
-        digits(quotients[i]), (quotients[i] - backward).toExponential(1)])),
-    h("p", {class: "soft"}, "From a large h to a smaller one the error falls with h²; with a very " +
-      "small one it grows again, since the losses are rounded to fp32."),
+        digits(quotients[i]),
+        backward ? `${(100 * (quotients[i] / backward - 1)).toPrecision(2)}%` : "–"])),
+    h("p", {class: "soft"}, "Two errors meet here. The formula's falls with h². That of the losses, " +
+      "which fp32 rounds to some 7 digits, grows as h gets smaller, and is the larger one where the " +
+      "gradient is small."),
     h("h3", {}, "AdamW's update of it"), ...rows.flat());
 }
 
@@ -198,8 +200,8 @@ function drawMeasured() {
   const {title, gpu, commit, step, rate, copy, day} = measured, asked = {...FIRST};
   $("measured-title").textContent = `A measured step: ${title}`;
   $("measured").textContent = `${gpu}, ${day}, commit ${commit} (dev/RESULTS.md). As one graph the ` +
-    `step takes ${step} ms. Bars are its kernels, widths to scale. Dark is the least that the ` +
-    `hardware allows: bytes at the rate of a copy (${copy / 1e12} TB/s), FLOPs at that of a large ` +
+    `step takes ${step} ms. Bars are its kernels, widths to scale. The fuller part of one is the ` +
+    `least that the hardware allows: bytes at the rate of a copy (${copy / 1e12} TB/s), FLOPs at that of a large ` +
     `product (${rate / 1e12} TFLOP/s). Other choices are reckoned from these times: products by ` +
     "FLOPs and the GPU's peak, the rest by bytes.";
   const bound = (row) => row.unit !== "GB" ? "arithmetic" : row.share > 0.5 ? "memory" : "latency";
@@ -276,5 +278,6 @@ function drawOwn() {
     `each other. That rate was measured on an ${measured.gpu} in bf16. ${
       Object.entries(measured.steps).map(([name, ms]) => `A measured step of ${measured.title} ` +
         `took ${ms} ms on an ${name}.`).join(" ")} Of other GPUs it is a guess, by multiprocessors ` +
-    "and FLOPs a clock. On a Hopper GPU, dev/ also keeps some MiB for sums of biases and attention.";
+    "and FLOPs a clock. Where GPUs share memory, --zero 1 takes 4 bytes a parameter more (--slots 0: " +
+    "not). On a Hopper GPU, dev/ also keeps some MiB for sums of biases and attention.";
 }

@@ -5,7 +5,7 @@ const KEYS = {n: () => goTo(state.launch + 1), p: () => goTo(state.launch - 1),
               j: () => goToLit(1), k: () => goToLit(-1)};
 document.addEventListener("keydown", (event) => {
   const own = event.ctrlKey || event.metaKey || event.altKey ||
-              /INPUT|SELECT/.test(event.target.tagName);
+              event.target.matches("select, input:not([type=range])");
   if (!own && KEYS[event.key]) KEYS[event.key]();
 });
 for (const id of ["previous", "map-previous"]) $(id).addEventListener("click", KEYS.p);
@@ -25,9 +25,16 @@ $("launch").addEventListener("click", ({target}) => {
 $("map-launch").max = launches.length - 1;
 $("map-launch").addEventListener("input", ({target}) => goTo(Number(target.value)));
 
+// The bytes of a sequence of the batch.
+function textOf(b) {
+  const {tokens} = Object.fromEntries(tensors.map((tensor) => [tensor.name, tensor]));
+  const bytes = valuesAt(tokens, launches.length).slice(b * sizes.T, (b + 1) * sizes.T);
+  return `“${String.fromCharCode(...bytes)}”`;
+}
 $("lead").textContent = `Step ${page.step} of a tiny model: ${sizes.L} layers, ${sizes.NH} heads, ` +
   `C = ${sizes.C}, B = ${sizes.B}, T = ${sizes.T}, ${sizes.parameters.toLocaleString("en")} ` +
-  `parameters, in fp32. It reads “${page.text.slice(0, 39)} …” byte by byte, and its loss is ` +
+  `parameters, in fp32. It reads ${range(sizes.B).map(textOf).join(" and ")} byte by byte, and ` +
+  `learns what comes after each; its loss is ` +
   `${shown(page.verdict.loss)}. Every number is the trainer's own: kernels.cu ran thread by thread ` +
   "on a CPU.";
 document.querySelector("main").hidden = false;  // all at once: nothing jumps

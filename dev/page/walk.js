@@ -290,20 +290,21 @@ async function drawStory() {
   const tensor = tensorAt(arena, word), index = word - tensor.start;
   const story = storyOf(arena, word, time), found = numberAt(arena, word, time);
   const name = placeOfWord(tensor, word), title = `${name} = ${shown(found)}`;
-  const readers = readersOf(tensor, index, Math.max(time, story ? story.number : -1));
+  const readers = readersOf(tensor, index, story ? story.number : -1);
   const stores = story ? await touchesOf(story.launch, arena, word, ["store", "atomic"]) : [];
   const loads = readers.length
     ? await touchesOf(launches[readers[0]], arena, word, ["load", "copy", "atomic"]) : [];
   if (mine !== telling) return;
   const trail = state.trail.map((each, k) => button(
-    `${placeOfWord(tensorAt(each.arena, each.word), each.word)} ←`, () => {
+    `← back to ${placeOfWord(tensorAt(each.arena, each.word), each.word)}`, () => {
       state.trail = state.trail.slice(0, k);
-      choose(each, true);
+      state.chosen = each;
+      drawStory();
     }));
   const kept = STAYS.has(arenas[tensor.arena].name);
   const told = story ? [h("p", {}, `${story.formula}:`), toldOf(story), ...whoStored(story, stores[stores.length - 1])]
     : [h("p", {}, kept ? "It is as earlier steps left it, or the host." : "Not written yet.")];
-  const next = h("p", {}, readers.length ? "Read next by " : "Nobody reads it again in this step.",
+  const next = h("p", {}, readers.length ? "Read by " : "Nobody reads it in this step.",
     ...readers.slice(0, 6).flatMap(
       (i) => [operand(`${i + 1} ${fullName(launches[i])}`, () => goTo(i)), " "]),
     loads.length ? `: first in ${whoOf(loads[0])}` : "",
@@ -315,10 +316,10 @@ async function drawStory() {
 }
 // A formula in numbers; its operands lead to their own stories.
 function toldOf(story) {
-  return h("p", {class: "formula tale"}, ...story.parts.map((part) => part.ref
-    ? operand(shown(part.value), () => choose(part.ref, true), part.label)
-    : part.text || (part.value === undefined ? part : shown(part.value))),
-  ` = ${shown(story.value, 6)}`);
+  const told = (part) => part.ref ? operand(shown(part.value), () => choose(part.ref, true), part.label)
+    : part.more ? button(part.text, ({target}) => target.replaceWith(...part.more.map(told)))
+    : part.value === undefined ? part : shown(part.value);
+  return h("p", {class: "formula tale"}, ...story.parts.map(told), ` = ${shown(story.value, 6)}`);
 }
 function whoOf({request, lane}) {
   return `line ${request.line}, block ${request.block}, warp ${request.warp}, lane ${lane}`;

@@ -199,6 +199,7 @@ def test_formulas(folder):
                  asked["T"], "-i", train, "-v", 0, "-s", 0, "--device", "cpu", "--dry-run",
                  *formulas.flags_of(**chosen)]
         if ranks > 1:
+            flags += ["--slots", 0]
             done = subprocess.run([MPIRUN, "--oversubscribe", "--bind-to", "none", "-n", "2",
                                    sys.executable, train_gpt2.__file__, *map(str, flags)],
                                   env=os.environ | MPI, capture_output=True, text=True)
