@@ -89,8 +89,8 @@ function drawMap() {
   const fill = (t) => launch.writes.some(([number]) => number === t.number) ? "high"
     : launch.reads.includes(t.number) ? "reading" : live(t) ? "alive" : "dead";
   const bytes = (list) => sizeText(total(list, (t) => 4 * t.words));
-  const label = `Behind launch ${state.launch + 1}: ${bytes(tensors.filter(live))} of ` +
-                `${bytes(tensors)} will still be read`;
+  const label = `After launch ${state.launch + 1}: ${bytes(tensors.filter(live))} of ` +
+                `${bytes(tensors)} will be read, in this step or the next`;
   $("map-launch").value = state.launch;
   $("map").replaceChildren(h("p", {}, label), mapOf(label, arenas.map(({name}, a) =>
     ({name, items: tensorsOf[a].map((t) => ({size: 4 * t.words, fill: fill(t),

@@ -233,6 +233,7 @@ function goTo(i) {
   drawStrip();
   markCode();
   drawLaunch();
+  $("play-title").textContent = `Launch ${i + 1}, ${fullName(launches[i])}, request by request`;
   drawPlay();
   for (const draw of onLaunch) draw();
 }
