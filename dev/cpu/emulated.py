@@ -130,7 +130,7 @@ class Emulated(Host):
             what is the same for all of theirs."""
             return "".join([
                 f'#include "{called(HEADER)}"\n',
-                "#pragma GCC visibility push(hidden)\n",  # a precompiled header's has no effect here
+                "#pragma GCC visibility push(hidden)\n",  # a precompiled header's ends with it
                 *(f'#line 1 "{called(path)}"\n{text}\n' for path, text in texts.items()
                   if students or path not in self.students),
                 # in which kernels may be

@@ -699,7 +699,7 @@ struct Weights {
 
 // A number that a phase hands to the next is a word: fp32 and a date, which grows from phase to
 // phase and from launch to launch. It has 31 bits, behind a 1, since words begin as zeros. So dates
-// begin anew after 138,000 launches with 48 layers, when no word is left that is so old. They
+// begin anew after 138,000 launches with 48 layers, when hardly a word is left that is so old. They
 // arrive together, so a block reads the words that it needs until they have the date. If blocks
 // counted who has come instead, they would wait for a fence, for the count, and only then for the
 // numbers. A phase that is launched alone finds all in place.

@@ -63,7 +63,8 @@ class ByTime:
     def set_state(self, model, notes):
         super().set_state(model, notes)
         self.milliseconds = float(notes.get("milliseconds", 0))
-        self.steps = self.steps_after(notes.get("step", 0))
+        if self.milliseconds:  # otherwise -x's steps are the estimate
+            self.steps = self.steps_after(notes.get("step", 0))
 
 
 class Timekeeper:

@@ -3,7 +3,9 @@ A meeting of all ranks' GPUs, in their own memory: see peers.py. Compiled after 
 */
 
 // The ranks' next meeting. A letter is a value with the date of the meeting over it, and goes out in one store. A rank
-// sends one to each, and waits for theirs. What it has written before can be seen by who has its letter. Each box has
+// sends one to each, and waits for theirs. What it has written before, by this kernel or earlier ones of its stream,
+// can be seen by who has its letter: they have ended, unless this one is launched as their programmatic dependent, and
+// a fence holds for all that its thread knows of. Each box has
 // two rows of letters, for even and odd dates: a rank may be at the next meeting while others still read. boxes: the
 // addresses of all ranks' boxes (2, ranks); date: of the last meeting; values (ranks) = the values. Bound by latency.
 // Items: threads.

@@ -51,6 +51,13 @@ def number_from(name, default):
     return int(text)
 
 
+def allow_files():
+    """Allow this process as many open files as the system lets it; shells often allow 1,024."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError):  # a system may not allow it
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
 class Point:
     """Where the ranks of this job meet: host, port and token. They come from the environment if it
     has all three. Otherwise rank 0 chooses them and writes them to a file in a folder that all
@@ -172,10 +179,7 @@ class Meeting:
     # ---- Coming together
 
     def admit_all(self):
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        with contextlib.suppress(ValueError):  # a system may not allow it
-            # Each connection needs one; shells often allow 1,024
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        allow_files()  # each connection needs one
         server, end = self.point.listen(), time.monotonic() + self.wait
         server.settimeout(0.2)
         try:

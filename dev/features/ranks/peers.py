@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dev.features.ranks.meeting import receive
+from dev.features.ranks.meeting import allow_files, receive
 from train_gpt2 import ceil_div
 
 PIECES = 256  # of an arena, that a rank has at most
@@ -104,6 +104,7 @@ class GpuPeers:
     FILE, READ_AND_WRITE = 1, 3
 
     def __init__(self, meeting, via):
+        allow_files()  # a piece is one, for each rank that gets it
         self.meeting, self.rank, self.count = meeting, meeting.rank, meeting.count
         self.cupy, self.driver = via.cupy, ctypes.CDLL("libcuda.so.1")
         self.device = self.cupy.cuda.Device().id
@@ -232,16 +233,18 @@ class HostPeers:
 
     def shared(self, nbytes):
         """As GpuPeers.shared."""
-        folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-        file, path = tempfile.mkstemp(dir=folder, prefix="train_gpt2_")
-        try:
-            os.ftruncate(file, nbytes)
-            os.close(file)
-            paths = self.meeting.exchange(path, "shared memory")
-            arrays = [np.memmap(path, np.uint8, "r+", shape=nbytes) for path in paths]
-            self.meeting.exchange(None, "shared memory")
-        finally:
-            Path(path).unlink()
+        with contextlib.ExitStack() as stack:
+            def make():
+                folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+                file, path = tempfile.mkstemp(dir=folder, prefix="train_gpt2_")
+                stack.callback(Path(path).unlink)
+                stack.callback(os.close, file)
+                os.posix_fallocate(file, 0, nbytes)  # an error, and no crash, if there is no room
+                return path
+
+            paths = self.meeting.exchange(together(self.meeting, make), "shared memory")
+            arrays = together(self.meeting, lambda: [
+                np.memmap(path, np.uint8, "r+", shape=nbytes) for path in paths])
         return [array.view(np.ndarray) for array in arrays]
 
     striped = shared

@@ -11,10 +11,11 @@ backward pass. A step has three meetings, where all ranks wait for each other:
     shares are updated        and slots read: they may be filled again
 
 To a kernel, the slots of a rank are one array as the gradients are, whose pieces lie in the memory
-of their owners (peers.py). Pieces are cut without regard to tensors, and go to the ranks in turn,
-so that a product's result goes to all of them. What a product does not set at once, as other
-kernels' gradients, and those that several micro-batches add up, is copied there when it is
-complete. A state file has llm.c's shares, for which all ranks exchange their own.
+of their owners (peers.py). Pieces are cut without regard to tensors, which lie in an arena without
+gaps, and go to the ranks in turn, so that a product's result goes to all of them. What a product
+does not set at once, as other kernels' gradients, and those that several micro-batches add up, is
+copied there behind the last backward pass. A state file has llm.c's shares, for which all ranks
+exchange their own. Validations, samples and state files need whole parameters: one more meeting.
 
 Muon, --moments bf16, --sums bf16, and ranks that share no memory do without: the line "sums" at the
 start says so. Slots take 4 bytes a parameter.
@@ -28,7 +29,7 @@ from dev.features.devices import address_of
 from dev.features.feature import Feature, Flag, kernels_of
 from dev.features.ranks.peers import piece_bytes
 from dev.features.ranks.ranks import cut
-from train_gpt2 import Row, ceil_div, kept_as, offsets
+from train_gpt2 import Row, UserError, ceil_div, kept_as, offsets
 
 SOURCE, MEETING = kernels_of(__file__), kernels_of(__file__).with_name("meet.cu")
 
@@ -130,10 +131,15 @@ class Slotted:
         super().__init__(*args, **keywords)
         peers, arenas, table = self.ranks.peers, self.arenas, self.config.parameter_table()
         self.parts, self.piece = self.parts_of(table), self.piece_of(table)
-        slots = [slot.view(np.float32) for slot in peers.striped(arenas["gradients"].nbytes)]
-        pieces = ceil_div(ceil_div(slots[0].size, self.piece), self.count)  # that a rank has
-        self.each = [share.view(self.device.real) for share in peers.shared(
-            pieces * self.piece * np.dtype(self.device.real).itemsize)]
+        size = arenas["gradients"].nbytes // 4
+        pieces = ceil_div(ceil_div(size, self.piece), self.count)  # that a rank has
+        try:
+            slots = [slot.view(np.float32) for slot in peers.striped(4 * size)]
+            self.each = [share.view(self.device.real) for share in peers.shared(
+                pieces * self.piece * np.dtype(self.device.real).itemsize)]
+        except OSError as e:
+            raise UserError(f"the ranks' shared memory has no room for slots ({e}): expected "
+                            "a smaller -b, a larger /dev/shm for CPUs, or --slots 0") from None
         arenas["param share"] = self.each[self.rank].view(np.uint8)[: arenas["param share"].nbytes]
         self.masters[0] = self.share_views("param share")
         self.slots, self.shares = peers.addresses(slots), peers.addresses(self.each)
@@ -161,8 +167,10 @@ class Slotted:
         saved, begun, via = [], 0, self.ranks.via
         for views in kept:
             found = SimpleNamespace()
+            # a rank may have no piece of a small model, but rank 0 has one
+            own = next((own.dtype.str for own in vars(views).values()), None)
+            dtype = np.dtype(self.ranks.peers.meeting.exchange(own, "a state file")[0])
             for row in self.config.parameter_table():
-                dtype = next(iter(vars(views).values())).dtype
                 nbytes = row.size * dtype.itemsize
                 whole = self.arenas["gradients"][begun : begun + nbytes].view(dtype)
                 begun += nbytes
