@@ -50,9 +50,9 @@ def test_statuses(tmp_path):
 
     with mock.patch.dict(sys.modules, cupy=mock.Mock()), mock.patch.multiple(
             launch, launched=lambda: ("nobody", 0, 1, 0, 1), Meeting=mock.Mock(),
-            Ranks=lambda *_: SimpleNamespace(via=SimpleNamespace(leave=found.append))):
+            Ranks=lambda *_, **__: SimpleNamespace(via=SimpleNamespace(leave=found.append))):
         for work in (lambda ranks: None, lambda ranks: 0, lambda ranks: 3, failing):
-            flags = SimpleNamespace(gpus=None, device="cuda", output=str(tmp_path))
+            flags = SimpleNamespace(gpus=None, device="cuda", output=str(tmp_path), zero=0)
             launch.start(flags, work)
     check("statuses", found == [0, 0, 3, 1], found)
 
