@@ -9,9 +9,7 @@ that each speech of the plays is a document of its own. The first 32,768 tokens,
 if that is less, are for validation, the rest for training. A file is 256 int32 (magic 20240520,
 version 1, count), then the tokens as uint16. dev/data/own_text.py does what flags ask for.
 """
-import http.client
 import sys
-import urllib.request
 
 import numpy as np
 
@@ -25,6 +23,8 @@ VAL_TOKENS = 32768
 
 def download_tinyshakespeare():
     """The text of tinyshakespeare, a str of 1,115,394 characters. Raises UserError."""
+    import http.client  # which take a while: a training needs none of this
+    import urllib.request
     try:
         with urllib.request.urlopen(TEXT_URL, timeout=20) as response:
             return response.read().decode("utf-8-sig")

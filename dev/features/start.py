@@ -1,18 +1,21 @@
-"""A GPU's run starts sooner: a thread compiles the kernels of samples, half of all code, while the
-run begins without them. And the run says how long it took to start, and for what.
+"""A GPU's run starts sooner: threads make the GPU's context while CuPy is imported, draw the first
+parameters before there is a model, and compile the kernels of samples, half of all code, while the
+run begins without them. And the run says how long it took to its first step, and for what.
 
 A file of CUDA is compiled behind kernels.cu, whose functions it uses. Here they are compiled once
 more, without its kernels, which takes NVRTC a fifth of a second.
 """
+import contextlib
+import ctypes
 import os
 import re
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 from dev.features import kv_cache
-from dev.features.feature import Feature, is_fast, trains
+from dev.features.feature import Feature, is_fast
 from train_gpt2 import UserError, read_kernels, source_of
 
 KERNEL = re.compile(r'extern "C" __global__ void\s+(?:__launch_bounds__\(.*?\)\s*)?(?=\w+\()', re.S)
@@ -31,23 +34,49 @@ def age():
         return float(uptime.read().split()[0]) - begun
 
 
+def make_context():
+    """Make the context of the first GPU, in which CuPy then works. ctypes lets other threads run
+    while the driver does."""
+    with contextlib.suppress(OSError):  # no driver, of which Cuda speaks
+        driver = ctypes.CDLL("libcuda.so.1")
+        driver.cuInit(0)
+        driver.cuDevicePrimaryCtxRetain(ctypes.byref(ctypes.c_void_p()), 0)
+
+
 class Timed:
-    """A mixin in front of Cuda: it knows when it began, and how long it compiled."""
+    """A mixin in front of Cuda: it knows when each part of the start ended."""
 
     def __init__(self, *args):
-        self.begun = age()
+        self.ends = {"Python": age()}
+        if "cupy" not in sys.modules:  # as it is in a rank, which has a GPU of its own
+            threading.Thread(target=make_context).start()
+        with contextlib.suppress(Exception):  # of which Cuda speaks
+            import cupy  # noqa: F401
+        self.ends["CuPy"] = age()
         super().__init__(*args)
 
     def compile(self, sources):
+        self.ends["the GPU's context"] = age()
         line = "compiling the kernels, once for these sizes"  # stdout may be a sample's text
         says = threading.Timer(PATIENCE, print, [line], dict(file=sys.stderr))
         says.start()
-        begun = time.perf_counter()
         try:
             super().compile(sources)
         finally:
             says.cancel()  # after an error, too: a timer would outlive the program's last line
-        self.compiled_in = time.perf_counter() - begun
+        self.ends["the kernels"] = age()
+
+
+class Drawn:
+    """Training whose first parameters are drawn while the GPU and the data are made ready."""
+
+    def make_device(self):
+        self.drawn = ThreadPoolExecutor(1).submit(list, super().first_parameters())
+        return super().make_device()
+
+    def first_parameters(self):
+        while self.drawn.result():  # one by one, so that none stays in memory
+            yield self.drawn.result().pop(0)
 
 
 class Awaited(dict):
@@ -73,11 +102,11 @@ class SamplesLater:
 
     def compile(self, sources):
         self.sources.remove(kv_cache.SOURCE)
+        super().compile(sources)  # first: NVRTC compiles one program at a time
         self.awaited = read_kernels([kv_cache.SOURCE])
-        later = ThreadPoolExecutor(1).submit(self.compile_samples)
-        super().compile(sources)
         self.kernels |= self.awaited
-        self.functions = Awaited(self.functions, later)
+        self.functions = Awaited(self.functions,
+                                 ThreadPoolExecutor(1).submit(self.compile_samples))
 
     def compile_samples(self):
         """{name: function} of the kernels of samples."""
@@ -90,19 +119,23 @@ class SamplesLater:
 
 
 class Told:
-    """Says how long the start took."""
+    """Says when the first step was made, and how long each part of the start took."""
+    ends = None
 
     def prepared(self, run):
-        if not trains(run.flags):
-            return
-        device = run.device
-        waited = age() - device.begun - device.compiled_in
-        run.say(f"start        | {device.begun:.1f} s for Python, {device.compiled_in:.1f} s for "
-                f"the kernels, {waited:.1f} s for the GPU and the data")
+        self.ends = run.device.ends | {"the data": age()}
+
+    def stepped(self, run, step):
+        if self.ends:
+            ends = [*(self.ends | {"the model and the step": age()}).items()]
+            parts = ", ".join(f"{end - begun:.1f} s for {name}" for (_, begun), (name, end) in
+                              pairwise([("", 0), *ends]))
+            run.say(f"start        | {ends[-1][1]:.1f} s to the first step: {parts}")
+            self.ends = None
 
 
 TIMED = Feature("start", lambda flags, ranks: flags.device == "cuda" and not flags.dry_run,
-                device=Timed, observer=Told)
+                training=Drawn, device=Timed, observer=Told)
 LATER = Feature(
     "samples later", lambda flags, ranks: is_fast(flags) and kv_cache.asked(flags, ranks),
     device=SamplesLater, chapter="samples' kernels later")

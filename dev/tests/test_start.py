@@ -1,6 +1,8 @@
-"""Test that the kernels of samples are compiled apart, and that a run knows how old it is."""
+"""Test that the kernels of samples are compiled apart, that parameters are drawn ahead, and that a
+run knows how long it took to start."""
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import Future
 from unittest import mock
@@ -83,8 +85,43 @@ def test_failed_compilation():
     timer = mock.Mock()
     with mock.patch.object(start.threading, "Timer", return_value=timer):
         device = object.__new__(stack(Failing, [start.Timed]))
+        device.ends = {}
         check_refusal("an error", "could not compile", device.compile, [])
     check("started and cancelled", (timer.start.call_count, timer.cancel.call_count) == (1, 1))
+
+
+@fast
+def test_drawn_ahead():
+    """Parameters are drawn while the device is made, and handed over one by one."""
+    drawing = threading.Event()
+
+    class Plain:
+        def make_device(self):
+            return drawing.wait(9)
+
+        def first_parameters(self):
+            yield "wte", 1
+            drawing.set()
+            yield "wpe", 2
+
+    run = stack(Plain, [start.Drawn])()
+    check("they are drawn before there is a device", run.make_device())
+    check("all, in order", [*run.first_parameters()] == [("wte", 1), ("wpe", 2)])
+    check("none stays in memory", not run.drawn.result())
+
+
+@fast
+def test_told_once():
+    """The first step ends the start, whose parts are told."""
+    run = mock.Mock(device=mock.Mock(ends={"Python": 0.5, "CuPy": 0.8}))
+    told = start.Told()
+    with mock.patch.object(start, "age", side_effect=[1.0, 1.8]):
+        told.prepared(run)
+        for _ in range(2):
+            told.stepped(run, None)
+    run.say.assert_called_once_with("start        | 1.8 s to the first step: 0.5 s for Python, 0.3 "
+                                    "s for CuPy, 0.2 s for the data, 0.8 s for the model and the "
+                                    "step")
 
 
 def test_age():
