@@ -14,6 +14,8 @@ import re
 from importlib import import_module
 from pathlib import Path
 
+import numpy as np
+
 from dev.common.program import run_main
 import train_gpt2
 from dev.common import gpus
@@ -184,12 +186,16 @@ def attach(flags, Training, Model, ranks=None, folder=None):
 
 
 def check_needs(flags, table):
-    """Raise UserError if a flag is empty, or was given without the one that it needs."""
+    """Raise UserError if a flag is empty or too large, or was given without the one that it
+    needs."""
     def called(name):
         return f"--{name.replace('_', '-')}"
 
     for flag in table:
-        if getattr(flags, flag.key) == "" and flag.key != "sample":
+        value = getattr(flags, flag.key)
+        if isinstance(value, float) and value > np.finfo(np.float32).max:
+            raise UserError(f"{flag.name} {value}: expected at most 3.4e38, the most that fp32 has")
+        if value == "" and flag.key != "sample":
             what = "a text" if flag.kind is str else "a name"
             raise UserError(f"{called(flag.key)}: expected {what}, found nothing")
     for flag in table:

@@ -27,6 +27,7 @@ from train_gpt2 import UserError, batch_table, carve, pack_batch, replace_file, 
 PARTS = ("forward_pass", "embedding_forward", "layer_forward", "loss_pass", "head_forward",
          "loss_forward", "head_backward", "backward_pass", "layer_backward", "embedding_backward")
 LARGEST = 5  # how many tensors a report of an outlier names
+BESIDE = "--device", "--dtype", "--plain", "--graph", "--recompute"  # that --replay may have
 
 
 def bad_place(array):
@@ -262,6 +263,10 @@ class RanksExplained:
 def replay(flags, table, attach):
     """--replay: repeat the step of a file, and say what is wrong. table: all Flags; attach(flags)
     gives the classes of the training and the model. Returns the exit status."""
+    for flag in table:
+        if getattr(flags, flag.key) is not None and flag.name not in (*BESIDE, "--replay"):
+            raise UserError(f"--replay: the step has its run's {flag.name}: expected none beside, "
+                            f"only {', '.join(BESIDE)}")
     try:
         with np.load(flags.replay) as file:
             notes = json.loads(str(file["notes"]))

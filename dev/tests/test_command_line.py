@@ -47,6 +47,8 @@ def test_refusals(device_name, folder):
                          *[(f"{name}.* {value}: expected at least .* and finite", name, value)
                            for name, value in (("--clip", "nan"), ("--learning-rate", "inf"),
                                                ("--eps", "inf"), ("--temperature", "nan"))],
+                         *[(f"{name} 1e.39: expected at most 3.4e38", name, 1e39)
+                           for name in ("--learning-rate", "--eps", "--muon-lr")],
                          ("--beta1.* nan: expected at least 0 and below 1", "--beta1", "nan"),
                          ("-q 2.0: the learning rate would rise to 2.0 times -l: expected at most "
                           "1", *tiny, "-q", 2),

@@ -181,3 +181,7 @@ def test_whole_program(folder):
         ok = done.returncode == status and re.search(wish, done.stdout) and not done.stderr
         said = f"{done.returncode}, {done.stdout}, {done.stderr}"
         check(f"program: {name}", ok, "" if ok else said)
+    (folder / "numpy.py").write_text("raise KeyboardInterrupt")
+    done = subprocess.run([sys.executable, "-m", "dev.tools.doctor"], cwd=TOP, text=True,
+                          capture_output=True, env={**os.environ, "PYTHONPATH": str(folder)})
+    check("Ctrl-C", (done.returncode, done.stderr) == (130, "interrupted\n"), done)

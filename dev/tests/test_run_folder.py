@@ -445,6 +445,8 @@ def test_refusals(folder):
                          ("--output: expected a name, found nothing", "-o", ""),
                          ("--replay .*absent.npz: could not be read", "--replay",
                           folder / "absent.npz"),
+                         ("--replay: the step has its run's --steps: .* --graph", "--replay",
+                          folder / "absent.npz", "-x", 3),
                          ("--replay .*part_val_0.bin: could not be read", "--replay",
                           folder / "part_val_0.bin")):
         check_error(wish, "--device", "cpu", *flags, early=True)
