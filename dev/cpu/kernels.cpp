@@ -25,6 +25,7 @@ each slot of the vector adds up a part of the sum, and the parts are added at th
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <vector>
 #ifdef _OPENMP
 #include <omp.h>
@@ -68,14 +69,12 @@ inline float exponential(float x) {
     float shifted = x * LOG2_E + 12582912.0f, n = shifted - 12582912.0f;
     // log(2) in two parts: the first product is exact
     float f = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-    float p = 1.9875691500e-4f;
-    p = p * f + 1.3981999507e-3f;
-    p = p * f + 8.3334519073e-3f;
-    p = p * f + 4.1665795894e-2f;
-    p = p * f + 1.6666665459e-1f;
-    p = p * f + 5.0000001201e-1f;
+    float square = f * f;  // in pairs, so that few steps wait for one another (Estrin)
+    float high = 4.1665795894e-2f + 8.3334519073e-3f * f +
+                 (1.3981999507e-3f + 1.9875691500e-4f * f) * square;
+    float p = 5.0000001201e-1f + 1.6666665459e-1f * f + high * square;
     float power = bits_as<float>((bits_as<uint32_t>(shifted) << 23) + 0x3f800000u);  // 2^n
-    return (p * f * f + f + 1.0f) * power;
+    return (p * square + (f + 1.0f)) * power;
 }
 
 extern "C" {
@@ -239,15 +238,17 @@ void add_partials(float* out1, float* out2, const float* partials, int blocks, i
 // ---- GELU, in the tanh form of GPT-2 (Hendrycks and Gimpel 2016, section 2) ----
 
 // gelu(x) = x/2 (1 + tanh u) = x g with u = sqrt(2/pi) (x + 0.044715 x^3) and g = 1/(1 + exp(-2u))
-constexpr float SQRT_8_OVER_PI = 1.595769122f;
+constexpr float SQRT_8_OVER_PI = 1.595769122f, CUBIC = 0.044715f * SQRT_8_OVER_PI;
 inline float gelu(float x) {
-    return x / (1.0f + exponential(-SQRT_8_OVER_PI * (x + 0.044715f * x * x * x)));
+    return x / (1.0f + exponential(-x * (SQRT_8_OVER_PI + CUBIC * x * x)));
 }
 
-// d(x g)/dx = g + x g (1 - g) d(2u)/dx
+// d(x g)/dx = g + x g (1 - g) d(2u)/dx. With e = exp(-|2u|), which does not overflow, one of g and
+// 1 - g is 1/(1 + e), the other e/(1 + e): so they have all digits even where g is almost 1.
 inline float gelu_derivative(float x) {
-    float g = 1.0f / (1.0f + exponential(-SQRT_8_OVER_PI * (x + 0.044715f * x * x * x)));
-    return g + x * g * (1.0f - g) * SQRT_8_OVER_PI * (1.0f + 3.0f * 0.044715f * x * x);
+    float slope = SQRT_8_OVER_PI + CUBIC * x * x, e = exponential(-fabsf(x) * slope);
+    float larger = 1.0f / (1.0f + e), smaller = e * larger, g = x > 0.0f ? larger : smaller;
+    return g + x * (larger * smaller) * (SQRT_8_OVER_PI + 3.0f * CUBIC * x * x);
 }
 
 extern "C" {
@@ -404,46 +405,64 @@ void adamw(real* params, int16_t* low, const float* grads, float* m, float* v, c
 //
 // Here it is done by blocks, which turn the loops over s into products of small matrices: BLOCK
 // queries at a time, so that their scores (BLOCK,T) stay in a core's cache.
-constexpr long BLOCK = 32;
+constexpr long BLOCK = 24;
 
-// A product computes a tile of ROWS x COLUMNS numbers at a time, which fits into vector registers:
-// 16 of AVX-512's 32, 12 of AVX's 16, or 16 of ARM's 32. Then a step of k reads ROWS + COLUMNS
-// numbers for ROWS * COLUMNS multiply-adds.
+// A register holds LANES numbers, a Vector: which may lie anywhere in an array of floats. A product
+// computes a tile of ROWS x VECTORS of them at a time in registers: 16 of AVX-512's 32, 12 of AVX's
+// or SSE's 16, or 24 of ARM's 32. The others hold what a step of k reads, ROWS + COLUMNS numbers
+// for ROWS * COLUMNS multiply-adds.
 #ifdef __AVX512F__
-constexpr long ROWS = 8, COLUMNS = 32;
+constexpr long LANES = 16, ROWS = 8, VECTORS = 2;
 #elif defined __AVX__
-constexpr long ROWS = 4, COLUMNS = 24;
+constexpr long LANES = 8, ROWS = 6, VECTORS = 2;
+#elif defined __aarch64__
+constexpr long LANES = 4, ROWS = 8, VECTORS = 3;
 #else
-constexpr long ROWS = 4, COLUMNS = 16;
+constexpr long LANES = 4, ROWS = 6, VECTORS = 2;
 #endif
+constexpr long COLUMNS = VECTORS * LANES;
+typedef float Vector __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
-// A matrix in fp32, with zeros at its right and below it: to whole tiles, and to whole blocks.
+// Where a vector begins, so that it is read in one go.
+struct alignas(64) Line { float numbers[16]; };
+
+// A matrix in fp32, with zeros at its right and below it: to whole tiles, and to whole blocks, so
+// that it is whole lines, too.
 struct Matrix {
     long rows, columns;
-    std::vector<float> numbers;
+    std::vector<Line> lines;
     Matrix(long rows, long columns)
-        : rows((rows + BLOCK - 1) / BLOCK * BLOCK),
-          columns((columns + COLUMNS - 1) / COLUMNS * COLUMNS),
-          numbers(this->rows * this->columns) {}
-    float* operator[](long i) { return &numbers[i * columns]; }
+        : rows(ceil_div(rows, BLOCK) * BLOCK),
+          columns(ceil_div(columns, COLUMNS) * COLUMNS),
+          lines(this->rows * this->columns / 16) {}
+    float* operator[](long i) { return lines[0].numbers + i * columns; }
 };
 
-// sum (I,J) += left (I,K) right (K,J). Their numbers are sum[i * ls + j], right[k * lr + j] and
-// left[i * li + k * lk]: with (li,lk) = (stride,1) left is read as it is stored, and its transpose
-// with (1,stride). I and J are rounded up to whole tiles, for which a Matrix has its zeros.
-static void add_product(float* sum, long ls, const float* left, long li, long lk,
-                        const float* right, long lr, long I, long J, long K) {
-    for (long j = 0; j < J; j += COLUMNS)
-        for (long i = 0; i < I; i += ROWS) {
-            float tile[ROWS][COLUMNS] = {};
-            for (long k = 0; k < K; k++)
-                for (int r = 0; r < ROWS; r++)
-#pragma omp simd
-                    for (int c = 0; c < COLUMNS; c++)
-                        tile[r][c] += left[(i + r) * li + k * lk] * right[k * lr + j + c];
-            for (int r = 0; r < ROWS; r++)
-                for (int c = 0; c < COLUMNS; c++) sum[(i + r) * ls + j + c] += tile[r][c];
+// A tile of sum (I,J) = left (I,K) right (K,J), or += if adds. The numbers from its first on, or in
+// its row and column, are sum[i * ls + j], right[k * lr + j] and left[i * li + k * lk]: with
+// (li,lk) = (stride,1) left is read as it is stored, and its transpose with (1,stride).
+static void multiply_tile(float* sum, long ls, const float* left, long li, long lk,
+                          const float* right, long lr, long K, bool adds) {
+    Vector tile[ROWS][VECTORS] = {};
+    for (long k = 0; k < K; k++) {
+        Vector of_right[VECTORS];  // for all rows
+        for (int v = 0; v < VECTORS; v++) of_right[v] = ((Vector*)(right + k * lr))[v];
+        for (int r = 0; r < ROWS; r++)
+            for (int v = 0; v < VECTORS; v++) tile[r][v] += left[r * li + k * lk] * of_right[v];
+    }
+    for (int r = 0; r < ROWS; r++)
+        for (int v = 0; v < VECTORS; v++) {
+            Vector& to = ((Vector*)(sum + r * ls))[v];
+            to = adds ? to + tile[r][v] : tile[r][v];
         }
+}
+
+// All tiles. I and J are rounded up to whole ones, for which a Matrix has its zeros.
+static void multiply_tiles(float* sum, long ls, const float* left, long li, long lk,
+                           const float* right, long lr, long I, long J, long K, bool adds) {
+    for (long j = 0; j < J; j += COLUMNS)
+        for (long i = 0; i < I; i += ROWS)
+            multiply_tile(sum + i * ls + j, ls, left + i * li, li, lk, right + j, lr, K, adds);
 }
 
 // One head of an array (B,T,heads,HS), as a matrix (T,HS). `at` is its first number, `width` a
@@ -474,9 +493,8 @@ static Matrix transposed_head_of(const real* at, long width, int T, int HS) {
 // later keys. y' is given as a matrix.
 static void multiply_block(Matrix& to, Matrix& x, Matrix& y_transposed, long first, long rows,
                            int HS) {
-    std::fill(to.numbers.begin(), to.numbers.end(), 0.0f);
-    add_product(to[0], to.columns, x[first], x.columns, 1, y_transposed[0], y_transposed.columns,
-                rows, first + rows, HS);
+    multiply_tiles(to[0], to.columns, x[first], x.columns, 1, y_transposed[0], y_transposed.columns,
+                   rows, first + rows, HS, false);
 }
 
 extern "C" {
@@ -513,8 +531,8 @@ void attention_forward(real* out, float* lse, const real* qkv, float scale, int 
                 inverse[i] = 1.0f / sum;
                 lse[head * T + t] = scale * LOG2_E * largest + log2f(sum);
             }
-            add_product(y[first], y.columns, scores[0], scores.columns, 1, v[0], v.columns, rows,
-                        HS, keys);
+            multiply_tiles(y[first], y.columns, scores[0], scores.columns, 1, v[0], v.columns, rows,
+                           HS, keys, false);
             for (long i = 0; i < rows; i++)
                 for (int c = 0; c < HS; c++) y[first + i][c] *= inverse[i];
         }
@@ -573,8 +591,8 @@ void attention_backward_q(real* dqkv, float* delta, const float* lse, const real
             long rows = std::min(BLOCK, T - first);
             weights_and_dscores(weights, dscores, q, k_transposed, dy, v_transposed,
                                 lse + head * T, delta + head * T, scale, first, rows, HS);
-            add_product(dq[first], dq.columns, dscores[0], dscores.columns, 1, k[0], k.columns,
-                        rows, HS, first + rows);
+            multiply_tiles(dq[first], dq.columns, dscores[0], dscores.columns, 1, k[0], k.columns,
+                           rows, HS, first + rows, false);
         }
         store_head(dqkv + b * T * width + h * HS, width, T, HS, scale, dq);
     }
@@ -600,10 +618,10 @@ void attention_backward_kv(real* dqkv, const float* delta, const float* lse, con
                 long rows = std::min(BLOCK, T - first), keys = first + rows;
                 weights_and_dscores(weights, dscores, q, k_transposed, dy, v_transposed,
                                     lse + of_head, delta + of_head, scale, first, rows, HS);
-                add_product(dv[0], dv.columns, weights[0], 1, weights.columns, dy[first],
-                            dy.columns, keys, HS, rows);
-                add_product(dk[0], dk.columns, dscores[0], 1, dscores.columns, q[first], q.columns,
-                            keys, HS, rows);
+                multiply_tiles(dv[0], dv.columns, weights[0], 1, weights.columns, dy[first],
+                               dy.columns, keys, HS, rows, true);
+                multiply_tiles(dk[0], dk.columns, dscores[0], 1, dscores.columns, q[first],
+                               q.columns, keys, HS, rows, true);
             }
         }
         store_head(dqkv + b * T * width + (NH + kv) * HS, width, T, HS, scale, dk);
@@ -618,12 +636,15 @@ void attention_backward_kv(real* dqkv, const float* delta, const float* lse, con
 // to (n/WIDTH,K,WIDTH): number k of row i of a matrix, from[i * across + k * along], becomes
 // to[i/WIDTH][k][i%WIDTH], so that WIDTH rows are read together. n is rounded up, with zeros.
 template <int WIDTH>
-static void pack(float* to, const real* from, long across, long along, long n, long K) {
+static void pack(float* __restrict to, const real* __restrict from, long across, long along, long n,
+                 long K) {
     long whole = across == 1 || along == 1 ? n / WIDTH * WIDTH : 0;
     if (across == 1) {  // a case of its own, as the next one: the compiler must know the stride
-        for (long k = 0; k < K; k++)
+        for (long first = 0; first < K; first += 16)  // few rows, which stay in the first cache
             for (long i = 0; i < whole; i += WIDTH)
-                for (int r = 0; r < WIDTH; r++) to[i * K + k * WIDTH + r] = from[i + r + k * along];
+                for (long k = first; k < std::min(K, first + 16); k++)
+                    for (int r = 0; r < WIDTH; r++)
+                        to[i * K + k * WIDTH + r] = from[i + r + k * along];
     } else {
         for (long i = 0; i < whole; i += WIDTH)
             for (long k = 0; k < K; k++)
@@ -648,14 +669,14 @@ extern "C" {
 // and van de Geijn 2008). A thread computes a block of the result, whose sums stay in its second
 // cache, from DEPTH numbers k at a time. It packs these: left's for the whole block, and right's
 // for COLUMNS columns at a time, which stay in the first cache while all rows use them. So
-// add_product reads both in the order in which they lie.
+// multiply_tile reads both in the order in which they lie.
 //
 // Each result is the sum of DEPTH products, plus the sum of the next DEPTH, and so on, in whichever
 // block it is: so blocks may depend on the number of threads.
 void multiply(real* out, float* sums, const real* left, long li, long lk, const real* right,
               long rk, long rj, long I, long J, long K, int accumulate, const real* bias,
               const real* dgelu_at, real* gelu_of) {
-    constexpr long HEIGHT = 256, WIDTH = 768, DEPTH = 256;  // at most: sums of 768 KiB
+    constexpr long HEIGHT = 240, WIDTH = 768, DEPTH = 256;  // at most: sums of 720 KiB
     long threads = 1, up = ceil_div(I, HEIGHT), across = ceil_div(J, WIDTH), height, width;
 #ifdef _OPENMP
     threads = omp_get_max_threads();
@@ -669,34 +690,35 @@ void multiply(real* out, float* sums, const real* left, long li, long lk, const 
     }
     up = ceil_div(I, height);
     across = ceil_div(J, width);
+    long next = rk == 1 ? rj : rk;  // from a stored row of right to the next
 #pragma omp parallel if (I * J * K > 100000)
     {
-        Matrix packed_left(height, std::min(K, DEPTH));
+        std::unique_ptr<Line[]> lines(new Line[(height * (std::min(K, DEPTH) + width)) / 16 + 1]);
+        float *sum = lines[0].numbers, *packed_left = sum + height * width;
         alignas(64) float packed_right[DEPTH * COLUMNS];
 #pragma omp for schedule(dynamic)
         for (long block = 0; block < up * across; block++) {
             long i = block % up * height, j = block / up * width;
             long rows = std::min(height, I - i), columns = std::min(width, J - j);
-            Matrix sum(rows, columns);
             for (long k = 0; k < K; k += DEPTH) {
                 long depth = std::min(DEPTH, K - k);
-                pack<ROWS>(packed_left[0], left + i * li + k * lk, li, lk, rows, depth);
+                pack<ROWS>(packed_left, left + i * li + k * lk, li, lk, rows, depth);
                 for (long c = 0; c < columns; c += COLUMNS) {
                     const real* from = right + k * rk + (j + c) * rj;
                     pack<COLUMNS>(packed_right, from, rj, rk, std::min(COLUMNS, columns - c),
                                   depth);
                     for (long r = 0; r < rows; r += ROWS) {
-                        if (rk == 1 && r < ROWS * COLUMNS)  // fetch a row of what is packed next
-                            for (long n = 0; n < depth; n += 16)
-                                __builtin_prefetch(from + (COLUMNS + r / ROWS) * rj + n);
-                        add_product(sum[r] + c, sum.columns, packed_left[0] + r * depth, 1, ROWS,
-                                    packed_right, COLUMNS, ROWS, COLUMNS, depth);
+                        // fetch what is packed next, a row after the other, as it is stored
+                        for (long n = 0; n < depth && r < ROWS * COLUMNS; n += 16)
+                            __builtin_prefetch(from + COLUMNS * rj + r / ROWS * next + n * rk);
+                        multiply_tile(sum + r * width + c, width, packed_left + r * depth, 1, ROWS,
+                                      packed_right, COLUMNS, depth, k > 0);
                     }
                 }
             }
             for (long r = 0; r < rows; r++) {
                 long at = (i + r) * J + j;  // of the block's row
-                float* x = sum[r];
+                float* x = sum + r * width;
                 if (sums) {
 #pragma omp simd
                     for (long c = 0; c < columns; c++)
