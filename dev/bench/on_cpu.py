@@ -3,15 +3,18 @@
     pip install -r requirements.txt -r dev/requirements.txt
     python -m dev.bench.on_cpu            # five minutes, two of them for torch.compile
     python -m dev.bench.on_cpu --rows laptop --rounds 10
+    python -m dev.bench.on_cpu --width both    # at AVX2, too: few laptops have AVX-512
 
 Rows: nanoGPT's recipe for a laptop (4 layers, 4 heads, C=128, T=64, B=12, 65 words), and GPT-2 124M
 at B=4, T=64, both in fp32. Each of these is a process of its own: ours with the kernels as loops
 (--device cpu), in the first row also kernels.cu emulated (--device emulated), PyTorch, and PyTorch
 with torch.compile, both with its fastest AdamW (fused). All start from the same weights, train on
-the same random tokens, and clip the gradient's norm to 1: the losses, in the table, agree.
+the same random tokens, and clip the gradient's norm to 1: the losses, in the table, agree. Each
+has a thread a core, or all of them, whichever is faster.
 
 The processes take turns: each does some steps while the others wait. A time is the median over all
-of its steps, without those of its first turn; the factor is that over PyTorch's better median.
+of its steps, without those of its first turn; the factor is that over PyTorch's better median at
+the same width.
 """
 import importlib.util
 import json
@@ -24,6 +27,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from dev.common.config import Config, draw_parameters
+from dev.common.cores import physical_cores, usable_cores
 from dev.common.flags import parse_flags
 from dev.common.program import run_main
 from dev.features.base import GPT2
@@ -39,10 +43,16 @@ JOBS = {  # name: (its title, steps of a turn for one of the first row's, the ro
     "emulated": ("ours, `--device emulated`", 1 / 10, ["laptop"]),
     "eager": ("PyTorch", 1, ROWS),
     "compiled": ("PyTorch, `torch.compile`", 1, ROWS)}
+# Vectors of 8 numbers, where a processor may have 16, for all that computes: our kernels, PyTorch,
+# and the two libraries that multiply for it.
+AVX2 = dict(CXXFLAGS="-march=x86-64-v3", ATEN_CPU_CAPABILITY="avx2", ONEDNN_MAX_CPU_ISA="AVX2",
+            MKL_ENABLE_INSTRUCTIONS="AVX2")
+WIDTHS = {"own": {}, "avx2": AVX2}
 ADAMW = dict(learning_rate=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, clip=1.0)
 FLAGS = [
     (None, "--rows", ("all", *ROWS), "all", "only this row"),
-    (None, "--rounds", "count", 5, "turns of each, after the first")]
+    (None, "--rounds", "count", 5, "turns of each, after the first"),
+    (None, "--width", ("both", *WIDTHS), "own", "of vectors: the processor's, or AVX2's")]
 
 
 def batches(c, B, T):
@@ -78,6 +88,12 @@ def torch_step(compiled, c, B, T):
     data = batches(c, B, T)
     loss_of = torch.compile(loss_of, dynamic=False) if compiled else loss_of
 
+    def seconds(threads):
+        torch.set_num_threads(threads)
+        begun = time.perf_counter()
+        step()
+        return time.perf_counter() - begun
+
     def step():
         loss = loss_of(weights, *(torch.from_numpy(x.astype(np.int64)) for x in next(data)))
         loss.backward()
@@ -86,6 +102,10 @@ def torch_step(compiled, c, B, T):
         optimizer.zero_grad(set_to_none=True)
         return loss.item()
 
+    counts = {physical_cores(), usable_cores()}
+    if len(counts) > 1:
+        step()  # which allocates, and compiles
+        torch.set_num_threads(min(counts, key=lambda count: min(seconds(count) for _ in range(3))))
     return step
 
 
@@ -104,12 +124,12 @@ def work(name, row):
         print(json.dumps([times, loss]), flush=True)
 
 
-def start(name, row):
+def start(name, row, width):
     """A job's process. PyTorch is imported first, and its threads wait as they like: what
     prepro_tinyshakespeare.py sets is for our kernels."""
     torch = "import torch; " * (name not in ("cpu", "emulated"))
     code = f"{torch}from dev.bench import on_cpu; on_cpu.work({name!r}, {row!r})"
-    own = {key: value for key, value in os.environ.items() if key not in WAITING}
+    own = {key: value for key, value in os.environ.items() if key not in WAITING} | WIDTHS[width]
     return subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, text=True,
                             stdout=subprocess.PIPE, cwd=HERE, env=own)
 
@@ -124,25 +144,40 @@ def turn(job, steps):
     raise UserError(f"{job.args[-1]}: failed, see above")
 
 
-def measure(row, rounds):
-    """{a job's name: (ms of all its steps, losses)}, in turns."""
+def measure(row, rounds, widths):
+    """{(a job's name, its width): (ms of all its steps, losses)}, in turns."""
     *_, steps = ROWS[row]
-    jobs = {name: start(name, row) for name, (_, _, rows) in JOBS.items() if row in rows}
-    found = {name: ([], []) for name in jobs}
+    jobs = {(name, width): start(name, row, width) for width in widths
+            for name, (_, _, rows) in JOBS.items()
+            if row in rows and (name != "emulated" or width == widths[0])}
+    found = {job: ([], []) for job in jobs}
     try:
         for i in range(rounds + 1):
-            for name, job in jobs.items():
+            for (name, width), job in jobs.items():
                 times, loss = turn(job, max(1, int(steps * JOBS[name][1])))
                 if i:
-                    found[name][0].extend(times)
-                    found[name][1].append(loss)
-                print(f"{row}, turn {i}: {JOBS[name][0]}: {np.median(times):.1f} ms",
+                    found[name, width][0].extend(times)
+                    found[name, width][1].append(loss)
+                print(f"{row}, {width} width, turn {i}: {JOBS[name][0]}: {np.median(times):.1f} ms",
                       file=sys.stderr, flush=True)
     finally:
         for job in jobs.values():
             job.kill()
             job.wait()
     return found
+
+
+def print_table(row, found):
+    """The table of a row, from what measure has found."""
+    medians = {job: float(np.median(times)) for job, (times, _) in found.items()}
+    c, B, T, _ = ROWS[row]
+    print(f"\n| {row}: {c.L} layers, C={c.C}, V={c.V}, B={B}, T={T} | width | ms | factor | "
+          "fastest | last loss |\n| --- | --- | ---: | ---: | ---: | ---: |")
+    for (name, width), (times, losses) in found.items():
+        ms = medians[name, width]
+        best = min(medians[other, width] for other in ("eager", "compiled"))
+        print(f"| {JOBS[name][0]} | {width} | {ms:.1f} | {ms / best:.2f} | {min(times):.1f} | "
+              f"{losses[-1]:.5f} |", flush=True)
 
 
 def main(arguments=None):
@@ -152,15 +187,8 @@ def main(arguments=None):
         raise UserError("torch is not installed, and it is what this program times beside ours: "
                         "pip install -r dev/requirements.txt")
     for row in ROWS if flags.rows == "all" else [flags.rows]:
-        found = measure(row, flags.rounds)
-        medians = {name: float(np.median(times)) for name, (times, _) in found.items()}
-        best = min(medians["eager"], medians["compiled"])
-        c, B, T, _ = ROWS[row]
-        print(f"\n| {row}: {c.L} layers, C={c.C}, V={c.V}, B={B}, T={T} | ms | factor | fastest | "
-              "last loss |\n| --- | ---: | ---: | ---: | ---: |")
-        for name, (times, losses) in found.items():
-            print(f"| {JOBS[name][0]} | {medians[name]:.1f} | {medians[name] / best:.2f} | "
-                  f"{min(times):.1f} | {losses[-1]:.5f} |", flush=True)
+        print_table(row, measure(row, flags.rounds,
+                                 [*WIDTHS] if flags.width == "both" else [flags.width]))
 
 
 if __name__ == "__main__":

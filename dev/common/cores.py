@@ -39,6 +39,15 @@ def usable_cores(processes=1, root=Path("/")):
     return max(1, int(min([own, *(quota / processes for quota in quotas(root))])))
 
 
+def physical_cores(root=Path("/")):
+    """How many of the usable cores are left if the threads of one count once."""
+    found = set()
+    for core in bound_to():
+        path = root / f"sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list"
+        found.add(path.read_text() if path.exists() else core)
+    return min(len(found), usable_cores(root=root))
+
+
 def processor(root=Path("/")):
     """The processor's name, or at least its kind."""
     try:
