@@ -405,8 +405,6 @@ void adamw(real* params, int16_t* low, const float* grads, float* m, float* v, c
 //
 // Here it is done by blocks, which turn the loops over s into products of small matrices: BLOCK
 // queries at a time, so that their scores (BLOCK,T) stay in a core's cache.
-constexpr long BLOCK = 24;
-
 // A register holds LANES numbers, a Vector: which may lie anywhere in an array of floats. A product
 // computes a tile of ROWS x VECTORS of them at a time in registers: 16 of AVX-512's 32, 12 of AVX's
 // or SSE's 16, or 24 of ARM's 32. The others hold what a step of k reads, ROWS + COLUMNS numbers
@@ -420,7 +418,7 @@ constexpr long LANES = 4, ROWS = 8, VECTORS = 3;
 #else
 constexpr long LANES = 4, ROWS = 6, VECTORS = 2;
 #endif
-constexpr long COLUMNS = VECTORS * LANES;
+constexpr long COLUMNS = VECTORS * LANES, BLOCK = 4 * ROWS;
 typedef float Vector __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
 // Where a vector begins, so that it is read in one go.
@@ -465,6 +463,31 @@ static void multiply_tiles(float* sum, long ls, const float* left, long li, long
             multiply_tile(sum + i * ls + j, ls, left + i * li, li, lk, right + j, lr, K, adds);
 }
 
+// to (n/WIDTH,K,WIDTH): number k of row i of a matrix, from[i * across + k * along], becomes
+// to[i/WIDTH][k][i%WIDTH], so that WIDTH rows are read together. n is rounded up, with zeros.
+template <int WIDTH>
+static void pack(float* __restrict to, const real* __restrict from, long across, long along, long n,
+                 long K) {
+    long whole = across == 1 || along == 1 ? n / WIDTH * WIDTH : 0;
+    if (across == 1) {  // a case of its own, as the next one: the compiler must know the stride
+        for (long first = 0; first < K; first += 16)  // few rows, which stay in the first cache
+            for (long i = 0; i < whole; i += WIDTH)
+                for (long k = first; k < std::min(K, first + 16); k++)
+                    for (int r = 0; r < WIDTH; r++)
+                        to[i * K + k * WIDTH + r] = from[i + r + k * along];
+    } else {
+        for (long i = 0; i < whole; i += WIDTH)
+            for (long k = 0; k < K; k++)
+                for (int r = 0; r < WIDTH; r++)
+                    to[i * K + k * WIDTH + r] = from[(i + r) * across + k];
+    }
+    for (long i = whole; i < n; i += WIDTH)
+        for (long k = 0; k < K; k++)
+            for (int r = 0; r < WIDTH; r++)
+                to[i * K + k * WIDTH + r] =
+                    i + r < n ? (float)from[(i + r) * across + k * along] : 0.0f;
+}
+
 // One head of an array (B,T,heads,HS), as a matrix (T,HS). `at` is its first number, `width` a
 // row's numbers.
 static Matrix head_of(const real* at, long width, int T, int HS) {
@@ -481,20 +504,20 @@ static void store_head(real* at, long width, int T, int HS, float factor, Matrix
         for (int c = 0; c < HS; c++) at[t * width + c] = factor * x[t][c];
 }
 
+// Its transpose, packed
 static Matrix transposed_head_of(const real* at, long width, int T, int HS) {
     Matrix x(HS, T);
-    for (long c = 0; c < HS; c++)
-#pragma omp simd
-        for (long t = 0; t < T; t++) x[c][t] = at[t * width + c];
+    pack<COLUMNS>(x[0], at, width, 1, T, HS);
     return x;
 }
 
 // to = x y', for the `rows` rows of x from `first` on, and the rows of y up to these: no query sees
-// later keys. y' is given as a matrix.
+// later keys. y' is given packed.
 static void multiply_block(Matrix& to, Matrix& x, Matrix& y_transposed, long first, long rows,
                            int HS) {
-    multiply_tiles(to[0], to.columns, x[first], x.columns, 1, y_transposed[0], y_transposed.columns,
-                   rows, first + rows, HS, false);
+    for (long j = 0; j < first + rows; j += COLUMNS)
+        multiply_tiles(to[0] + j, to.columns, x[first], x.columns, 1, y_transposed[0] + j * HS,
+                       COLUMNS, rows, COLUMNS, HS, false);
 }
 
 extern "C" {
@@ -520,14 +543,14 @@ void attention_forward(real* out, float* lse, const real* qkv, float scale, int 
             for (long i = 0; i < rows; i++) {
                 long t = first + i;
                 float *score = scores[i], *weight = score, largest = score[0], sum = 0.0f;
+                std::fill(score + t + 1, score + keys, -INFINITY);  // the future is not seen
 #pragma omp simd reduction(max : largest)
-                for (long s = 0; s <= t; s++) largest = score[s] > largest ? score[s] : largest;
+                for (long s = 0; s < keys; s++) largest = score[s] > largest ? score[s] : largest;
 #pragma omp simd reduction(+ : sum)
-                for (long s = 0; s <= t; s++) {
+                for (long s = 0; s < keys; s++) {
                     weight[s] = exponential(scale * (score[s] - largest));
                     sum += weight[s];
                 }
-                std::fill(weight + t + 1, weight + keys, 0.0f);  // the future is not seen
                 inverse[i] = 1.0f / sum;
                 lse[head * T + t] = scale * LOG2_E * largest + log2f(sum);
             }
@@ -550,15 +573,15 @@ static void weights_and_dscores(Matrix& weights, Matrix& dscores, Matrix& q, Mat
     multiply_block(weights, q, k_transposed, first, rows, HS);      // the scores, at first
     multiply_block(dscores, dout, v_transposed, first, rows, HS);   // dweights, at first
     for (long i = 0; i < rows; i++) {
-        long t = first + i;
+        long t = first + i, keys = first + rows;
         float *weight = weights[i], *dscore = dscores[i], l = lse[t] * LN_2, d = delta[t];
 #pragma omp simd
-        for (long s = 0; s <= t; s++) {
+        for (long s = 0; s < keys; s++) {  // of all keys of the block: whole vectors
             weight[s] = exponential(scale * weight[s] - l);
             dscore[s] = weight[s] * (dscore[s] - d);
         }
-        std::fill(weight + t + 1, weight + first + rows, 0.0f);
-        std::fill(dscore + t + 1, dscore + first + rows, 0.0f);
+        std::fill(weight + t + 1, weight + keys, 0.0f);
+        std::fill(dscore + t + 1, dscore + keys, 0.0f);
     }
 }
 
@@ -632,31 +655,6 @@ void attention_backward_kv(real* dqkv, const float* delta, const float* lse, con
 }  // extern "C"
 
 // ---- products: what a device's matmul does; no kernel of kernels.cu ----
-
-// to (n/WIDTH,K,WIDTH): number k of row i of a matrix, from[i * across + k * along], becomes
-// to[i/WIDTH][k][i%WIDTH], so that WIDTH rows are read together. n is rounded up, with zeros.
-template <int WIDTH>
-static void pack(float* __restrict to, const real* __restrict from, long across, long along, long n,
-                 long K) {
-    long whole = across == 1 || along == 1 ? n / WIDTH * WIDTH : 0;
-    if (across == 1) {  // a case of its own, as the next one: the compiler must know the stride
-        for (long first = 0; first < K; first += 16)  // few rows, which stay in the first cache
-            for (long i = 0; i < whole; i += WIDTH)
-                for (long k = first; k < std::min(K, first + 16); k++)
-                    for (int r = 0; r < WIDTH; r++)
-                        to[i * K + k * WIDTH + r] = from[i + r + k * along];
-    } else {
-        for (long i = 0; i < whole; i += WIDTH)
-            for (long k = 0; k < K; k++)
-                for (int r = 0; r < WIDTH; r++)
-                    to[i * K + k * WIDTH + r] = from[(i + r) * across + k];
-    }
-    for (long i = whole; i < n; i += WIDTH)
-        for (long k = 0; k < K; k++)
-            for (int r = 0; r < WIDTH; r++)
-                to[i * K + k * WIDTH + r] =
-                    i + r < n ? (float)from[(i + r) * across + k * along] : 0.0f;
-}
 
 extern "C" {
 
