@@ -5,9 +5,11 @@ import sys
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 
-from dev.common.cores import processor, quotas, usable_cores
+from dev.common.cores import physical_cores, processor, quotas, usable_cores
+from dev.cpu.device import found_faster, take_faster_threads
 from dev.tests.checks import EXACT, TOP, check, fast
 
 V1, V2 = "4:cpu,cpuacct:/docker/a\n", "0::/job/step\n"
@@ -47,6 +49,49 @@ def test_quotas(folder):
             ("more processes than cores", cores("many", {}, 100), 1)):
         yield name, found, expected, EXACT
     check("a group that is not there", [*quotas(folder / "none")] == [])
+
+
+@fast
+def test_threads_of_a_core(folder):
+    """The threads of a core are counted once: with two each, on a processor of which two cores have
+    one, and within a quota. One thread a core or all: which multiplies faster is taken."""
+    siblings = ["0,4", "1,5", "2-3", "2-3", "0,4", "1,5", "6", "7"]
+    for core, text in enumerate(siblings):
+        path = folder / f"sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list"
+        path.parent.mkdir(parents=True)
+        path.write_text(f"{text}\n")
+    for bound, wish in ((range(8), 5), ((0, 4), 1), ((0, 1), 2), ((3, 6, 7), 3), ((8, 9), 2)):
+        with mock.patch("os.sched_getaffinity", lambda process, bound=bound: {*bound}, create=True):
+            yield f"cores of {[*bound]}", physical_cores(folder), wish, EXACT
+    (folder / "proc/self").mkdir(parents=True)
+    (folder / "proc/self/cgroup").write_text(V2)
+    (folder / "sys/fs/cgroup/job/step").mkdir(parents=True)
+    (folder / "sys/fs/cgroup/job/step/cpu.max").write_text("300000 100000\n")
+    with mock.patch("os.sched_getaffinity", lambda process: {*range(8)}, create=True):
+        yield "with a quota", physical_cores(folder), 3, EXACT
+
+    class Device:
+        """Its products move its clock by the seconds for its threads."""
+        real, now, path = np.float32, 0, "a library"
+
+        def __init__(self, seconds):
+            self.library, self.seconds, self.threads = self, seconds, 8
+
+        def matmul(self, out, left, right):
+            self.now += self.seconds[self.threads]
+
+        def omp_set_num_threads(self, count):
+            self.threads = count
+
+    for seconds, single, wish, said in (({5: 1, 8: 2}, 5, 5, "one thread of a core"),
+                                        ({5: 2, 8: 1}, 5, 8, "all threads of a core"),
+                                        ({}, 8, 8, "")):
+        device = Device(seconds)
+        with mock.patch("time.perf_counter", lambda device=device: device.now):
+            found = [take_faster_threads(device, single, 8) for _ in range(2)]
+        check(f"threads that take {seconds}", device.threads == wish and found[0] == found[1] and
+              (said in found[0] if said else not found[0]), found)
+        found_faster.clear()
 
 
 @fast
