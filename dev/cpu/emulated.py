@@ -30,7 +30,7 @@ ALWAYS = [HEADER.parents[1] / f"features/{name}.cu"
 # tells its lines.
 FOR_STUDENTS = ("-fno-finite-loops", "-ftrivial-auto-var-init=pattern", "-fno-crossjumping",
                 "-fno-tree-tail-merge")
-ALWAYS_FOR_STUDENTS = ("-g1", "-DTELL_PLACES", "-Wextra", "-Wno-unused-parameter",
+ALWAYS_FOR_STUDENTS = ("-g1", "-Wextra", "-Wno-unused-parameter",
                        "-Wno-sign-compare", "-Wno-attributes")
 # of a kernel of this name
 GLOBAL = re.compile(r"__global__(?=\s+void\s+(?:__launch_bounds__\([^()]*\)\s*)?(\w+))")
@@ -89,6 +89,8 @@ class Emulated(Host):
         self.path = self.build(sources)
         self.library = loaded(self.path, "kernels.cu")
         self.set_order(os.environ.get("CUDA_ON_CPU_ORDER") or "forward", "CUDA_ON_CPU_ORDER")
+        if self.students:
+            self.library.tell_places()
         for name in self.kernels:
             function = getattr(self.library, f"launch_{name}")
             function.restype = ctypes.c_char_p
@@ -111,8 +113,7 @@ class Emulated(Host):
             flags.remove("-fopenmp")
             flags += races.MORE_FLAGS
         libraries = races.LIBRARIES if self.races else []
-        if self.students:
-            flags += flags_for_students(found_compiler())
+        own = flags_for_students(found_compiler()) if self.students else []
         texts = {}
         for path in sources:
             text = path.read_text(encoding="utf-8-sig")
@@ -139,12 +140,12 @@ class Emulated(Host):
 
         # Copies of the repository share libraries, unless a flag names a folder or a debugger is to
         # find lines of one.
-        debugged = self.students or any(flag.startswith("-g") for flag in flags)
+        debugged = own or any(flag.startswith("-g") for flag in flags)
         named = program(str if debugged else lambda path: path.name)
         # Students' files are the last, so the compiler can keep what it made of the others.
         ahead = program(str, students=False) if self.students else f'#include "{HEADER}"\n'
         path, self.warnings = compiled("kernels.cu", flags, program(str), named, HEADERS, libraries,
-                                       bool(self.students), ahead, RUNTIME)
+                                       bool(self.students), ahead, RUNTIME, own)
         return path
 
     def set_order(self, order, name="order"):

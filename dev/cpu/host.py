@@ -147,16 +147,16 @@ def checksum(library, warnings):
 
 
 def compiled(what, flags, source, named=None, files=(), libraries=(), warns=False, ahead="",
-             runtime=None):
+             runtime=None, own=()):
     """(the path of a shared library, the compiler's warnings if warns). It is compiled from the
     text `source`, unless it has been with these flags, for the same processor. named: the source,
     if it names files otherwise than the cache should; files: what it includes; ahead: a beginning
     of the source that others share, and runtime: the path of another source that is linked with
-    it: both are compiled once."""
+    it: both are compiled once, the latter without these flags, the source's `own`."""
     compiler, cache = found_compiler(), cache_folder()
 
     def library_of(flags):
-        key = key_of([*words_of(compiler), *flags], named or source, files)
+        key = key_of([*words_of(compiler), *flags, *own], named or source, files)
         return cache / f"kernels_{key}.so"
 
     library = library_of(flags)
@@ -167,7 +167,7 @@ def compiled(what, flags, source, named=None, files=(), libraries=(), warns=Fals
         library = library_of(flags)
     with compiling.setdefault(library, threading.Lock()):  # one thread of this process
         return find_or_compile(what, [*words_of(compiler), *flags], source, library, libraries,
-                               warns, ahead, files, runtime)
+                               warns, ahead, files, runtime, own)
 
 
 def key_of(command, text, files):
@@ -264,9 +264,9 @@ def object_of(command, source, cache, files):
         return [made] * there
 
 
-def find_or_compile(what, command, source, library, libraries, warns, ahead, files, runtime):
+def find_or_compile(what, command, source, library, libraries, warns, ahead, files, runtime, own):
     """As compiled, given the compiler with its flags and the library's path."""
-    flags, compiler, cache = command, compiler_of(), library.parent
+    flags, compiler, cache = [*command, *own], compiler_of(), library.parent
     seal = library.with_suffix(".txt")  # written last
     try:
         sealed, warnings = seal.read_text(encoding="utf-8").split("\n", 1)
@@ -280,7 +280,7 @@ def find_or_compile(what, command, source, library, libraries, warns, ahead, fil
         with tempfile.TemporaryDirectory(prefix="compiling_", dir=cache) as folder:
             temporary = Path(folder) / library.name
             ahead = ahead * source.startswith(ahead)
-            shared = precompiled(command, ahead, cache, files) if ahead else []
+            shared = precompiled(flags, ahead, cache, files) if ahead else []
             for _ in range(2):  # again with recursion, if it is there, or without a damaged object
                 objects = object_of(command, runtime, cache, files) if runtime else []
                 done = run_compiler([*flags, *shared, "-x", "c++", "-", "-x", "none", *objects,

@@ -7,6 +7,7 @@ namespace cuda_on_cpu {
 
 static int order_of_launches = FORWARD;
 static bool only_last_block = false;  // of a grid
+static bool tells_places = false;     // as for tell_places
 
 QUIET static void tell_races(const AsyncCopy& copy, bool begins) {
     if (copy.from) races::copy(copy.from, copy.bytes, false, begins, copy.asked);
@@ -207,13 +208,11 @@ QUIET std::string Block::state_of(unsigned t) const {
             break;
         }
     said += " at line " + std::to_string(f->line);
-#ifdef TELL_PLACES  // emulated.py finds out by which calls they came there
     Dl_info library;
-    if (dladdr(f->pc, &library)) {
+    if (tells_places && dladdr(f->pc, &library)) {  // emulated.py finds out by which calls they came there
         snprintf(text, sizeof text, " (0x%zx)", size_t(f->pc) - size_t(library.dli_fbase) - 1);
         said += text;
     }
-#endif
     return said;
 }
 
@@ -321,6 +320,9 @@ const char* launch(const char* name, unsigned (*run)(void**), const unsigned* gr
 
 // The order of the threads in all launches from now on: FORWARD, REVERSE, or a number from 1 on, which shuffles.
 extern "C" __attribute__((visibility("default"))) void set_order(int order) { cuda_on_cpu::order_of_launches = order; }
+
+// From now on what a stuck block says has the place in the code where each thread waits.
+extern "C" __attribute__((visibility("default"))) void tell_places() { cuda_on_cpu::tells_places = true; }
 
 // The most bytes that a thread has taken of the heap since the last call.
 extern "C" __attribute__((visibility("default"))) size_t heap_most() {
