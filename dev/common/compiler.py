@@ -1,7 +1,12 @@
 """Which C++ compiler the environment asks for. This needs Python, and nothing else."""
 import os
+import platform
 import shlex
 import shutil
+import sys
+
+# The flag for this processor. Apple's clang++ may not know it on ARM, and compiles for an M1 then.
+NATIVE = [] if (sys.platform, platform.machine()) == ("darwin", "arm64") else ["-march=native"]
 
 
 def words_of(text):

@@ -17,11 +17,11 @@ import numpy as np
 
 from dev.common.bf16 import to_bf16
 from dev.common.cache import cache_folder
-from dev.common.compiler import compiler_of, missing, words_of
+from dev.common.compiler import NATIVE, compiler_of, missing, words_of
 from dev.common.cores import usable_cores
 from train_gpt2 import BF16, Cuda, UserError, replace_file, to_float
 
-FLAGS = ["-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-Wall", "-Wno-unknown-pragmas",
+FLAGS = ["-std=c++17", "-O3", *NATIVE, "-fno-math-errno", "-Wall", "-Wno-unknown-pragmas",
          "-fPIC", "-shared", "-fopenmp"]
 if platform.machine() in ("x86_64", "AMD64"):  # else half of AVX-512's vectors
     FLAGS.append("-mprefer-vector-width=512")
@@ -161,9 +161,9 @@ def compiled(what, flags, source, named=None, files=(), libraries=(), warns=Fals
 
     library = library_of(flags)
     bare = (flag for flag in flags if not flag.startswith("-D"))  # one answer for all kernels
-    if "-fopenmp" in flags and not library.exists() and lacks_openmp(compiler, *bare):
+    if "-fopenmp" in flags and not library.exists():
         # in a library of its own, so that an OpenMP that is installed later is used
-        flags = without_openmp(flags)
+        flags = with_openmp(flags, openmp_of(compiler, *bare))
         library = library_of(flags)
     with compiling.setdefault(library, threading.Lock()):  # one thread of this process
         return find_or_compile(what, [*words_of(compiler), *flags], source, library, libraries,
@@ -194,25 +194,35 @@ RECURSION = ["-DWITH_RECURSION", "--param=tsan-instrument-func-entry-exit=1"]
 compiling = {}  # {a library's path: a lock}
 
 
-def without_openmp(flags):
-    """The same flags for one core, whose loops are still of vectors."""
+# Apple's clang++ has no such flag, but the compiler within knows it. Homebrew keeps the library
+# apart, in one place on ARM and in another on Intel.
+APPLE_OPENMP = ("-Xclang", "-fopenmp", "-lomp", *(
+    f"{flag}{top}/opt/libomp/{folder}" for top in ("/opt/homebrew", "/usr/local")
+    for flag, folder in (("-I", "include"), ("-L", "lib"))))
+ONE_CORE = ("-fopenmp-simd",)  # whose loops are still of vectors
+
+
+def with_openmp(flags, how):
+    """The same flags, with `how` in place of -fopenmp."""
     at = flags.index("-fopenmp")  # ours: CXXFLAGS may have another, behind -Xpreprocessor
-    return [*flags[:at], "-fopenmp-simd", *flags[at + 1 :]]
+    return [*flags[:at], *how, *flags[at + 1 :]]
 
 
 @functools.cache
-def lacks_openmp(compiler, *flags):
-    """Whether a compiler with these flags has no OpenMP, or not all of it: clang may know the flag
-    and lack the header or the library."""
-    def works(flags):
+def openmp_of(compiler, *flags):
+    """How a compiler with these flags compiles for all cores; or for one, if it has no OpenMP, or
+    not all of it: clang may know the flag and lack the header or the library."""
+    def works(how):
         with tempfile.TemporaryDirectory() as folder:
             source = "#ifdef _OPENMP\n#include <omp.h>\nint n = omp_get_max_threads();\n#endif\n"
-            return not run_compiler([*words_of(compiler), *flags, "-x", "c++", "-", "-o",
-                                     f"{folder}/probe.so"], source).returncode
-    lacks = not works(flags) and works(without_openmp(flags))  # else another flag is bad
-    if lacks:
-        print(f"{compiler} has no OpenMP: the kernels run on one core", flush=True)
-    return lacks
+            return not run_compiler([*words_of(compiler), *with_openmp(flags, how), "-x", "c++",
+                                     "-", "-o", f"{folder}/probe.so"], source).returncode
+    known = ("-fopenmp",)
+    how = next(filter(works, (known, APPLE_OPENMP, ONE_CORE)), known)  # else another flag is bad
+    if how == ONE_CORE:
+        print(f"{compiler} has no OpenMP: the kernels run on one core. For all of them: brew "
+              "install libomp (macOS), apt install libomp-dev (Debian, Ubuntu)", flush=True)
+    return how
 
 
 PRECOMPILED_DAYS = 7  # after which a precompiled header that nobody has used is removed

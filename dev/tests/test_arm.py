@@ -22,7 +22,7 @@ COMPILER, QEMU = "aarch64-linux-gnu-g++", "qemu-aarch64-static"
 # {dtype: {an array: (what it stores, the limit of errors, by the largest number written)}}. int16_t
 # is the lower half of a parameter, often a tiny one, to which AdamW adds.
 LIMITS = {"fp32": {}, "bf16": {"real*": (BF16, 1e-2), "int16_t*": (np.int16, 0.1)}}
-NATIVE = ("-march", "-mprefer", "-shared")  # flags for this processor, and for a library
+OWN = "-march", "-mprefer", "-shared"  # flags for this processor, and for a library
 PROGRAM = """
 #include <cstdio>
 static char *room = (char*)aligned_alloc(64, SIZE);
@@ -94,7 +94,7 @@ def test_arm(folder, dtype, Model, sizes):
     calls = "\n".join(f"    read(); {line} write();" for line, *_ in device.calls)
     (folder / "calls.cpp").write_text(
         f"{device.text}{PROGRAM.replace('SIZE', str(device.used))}{calls}\n}}\n")
-    flags = [flag for flag in FLAGS if not flag.startswith(NATIVE)]
+    flags = [flag for flag in FLAGS if not flag.startswith(OWN)]
     subprocess.run([COMPILER, *flags, "-static", *["-DBF16"] * (dtype == "bf16"), "calls.cpp",
                     "-o", "calls"], cwd=folder, check=True)
     np.concatenate([before[: device.used] for *_, before, _ in device.calls]).tofile(
@@ -103,8 +103,7 @@ def test_arm(folder, dtype, Model, sizes):
     found = np.fromfile(folder / "after", np.uint8).reshape(len(device.calls), device.used)
     for (line, arrays, *memories), memory in zip(device.calls, found):
         for (begin, kind), (end, _) in zip(arrays, [*arrays[1:], (device.used, "")]):
-            stored, limit = LIMITS[dtype].get(kind.removeprefix("const "),
-                                                (np.float32, 1e-5))
+            stored, limit = LIMITS[dtype].get(kind.removeprefix("const "), (np.float32, 1e-5))
             old, wish, got = (x[begin:end].view(stored) for x in (*memories, memory))
             bits = f"u{old.itemsize}"
             written = old.view(bits) != wish.view(bits)

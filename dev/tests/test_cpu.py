@@ -13,7 +13,7 @@ import numpy as np
 
 from dev.common.cache import cache_folder, read_cache, write_cache
 from dev.common.cuda_source import checked_kernels
-from dev.cpu.host import compiler_of, lacks_openmp
+from dev.cpu.host import compiler_of, openmp_of
 from dev.features.devices import make_device
 from dev.lab.bench import orders as thread_orders
 from dev.tests.checks import EXACT, check, check_refusal, refusal
@@ -167,7 +167,7 @@ def test_without_openmp(folder):
     def said(script, flag="-O1"):
         compiler.write_text(f'#!/bin/sh\n{script}\nexec "{compiler_of()}" "$@"\n')
         compiler.chmod(0o755)
-        lacks_openmp.cache_clear()  # as in another process
+        openmp_of.cache_clear()  # as in another process
         variables = dict(CXXFLAGS=flag, XDG_CACHE_HOME=str(folder), CXX=str(compiler))
         with (mock.patch.dict("os.environ", variables),
               contextlib.redirect_stdout(io.StringIO()) as output):
@@ -184,7 +184,19 @@ def test_without_openmp(folder):
     check("and later", said(without) == (False, True))
     check("OpenMP is installed: compiled again", said("") == (True, False))
     check("and later", said("") == (False, False))
-    check("another flag is bad", not lacks_openmp(compiler_of(), "-fopenmp", "-bad"))
+    apple = """case " $* " in
+        *" -E "*) ;;
+        *" -Xclang -fopenmp -lomp -I/opt/homebrew/opt/libomp/include -L/opt/"*) touch "$0.threads"
+            for word; do  # as g++ knows it
+                shift
+                case "$word" in -Xclang|-lomp|*/libomp/*) ;; *) set -- "$@" "$word";; esac
+            done;;
+        *" -fopenmp "*) echo "unsupported option '-fopenmp'" >&2; exit 1
+    esac"""
+    found = said(apple, "-O1 -DAPPLE")
+    check("Apple's compiler, with libomp", found == (True, False) and
+          (folder / "c++.threads").exists(), found)
+    check("another flag is bad", openmp_of(compiler_of(), "-fopenmp", "-bad") == ("-fopenmp",))
     message = refusal(said, 'test "$LC_ALL" = C.UTF-8 || exec false; printf "\\377" >&2', "-bad")
     check("English, though bytes are not UTF-8", message and "-bad" in message, message)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
-from dev.common.compiler import compiler_of, missing, words_of
+from dev.common.compiler import NATIVE, compiler_of, missing, words_of
 
 PIP, GPP = "pip install -r requirements.txt", "apt install g++ (macOS: xcode-select --install)"
 DRIVER = ("with an NVIDIA GPU, install its driver 580 or later (WSL2: in Windows; a notebook: "
@@ -41,7 +41,7 @@ def compiler():
         raise Wrong(why)
     with TemporaryDirectory() as folder:
         made = Path(folder, "kernels.so")
-        command = [*words_of(name), "-std=c++17", "-march=native", "-fPIC", "-shared",
+        command = [*words_of(name), "-std=c++17", *NATIVE, "-fPIC", "-shared",
                    *words_of(os.environ.get("CXXFLAGS", ""))]
         done = subprocess.run([*command, "-O0", source, "-o", made], capture_output=True, text=True,
                               errors="replace", env=os.environ | {"LC_ALL": "C"})
