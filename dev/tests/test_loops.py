@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -25,7 +26,8 @@ from dev.features.relu_attention import ReluAttention
 from dev.lab import formulas
 from dev.llama3.train_llama3 import Config3, Llama3
 from dev.tests import test_llama3, test_trainer
-from dev.tests.checks import EXACT, TOP, check, check_refusal, fast, normal, run, words
+from dev.tests.checks import (EXACT, TOP, check, check_refusal, fast, normal, output_of, run,
+                              words)
 from dev.tests.models import (FIXTURES, check_dump, check_kernels, check_launched, device_of,
                               launched, poisoned_model)
 from dev.tests.steps import check_steps
@@ -159,9 +161,38 @@ def test_timed_steps():
     steps = [on_cpu.torch_step(False, c, 2, 8), on_cpu.our_step("cpu", c, 2, 8)]
     wish, found = ([step() for _ in range(4)] for step in steps)
     yield "losses", np.array(found), np.array(wish), 1e-5
+    times = {("cpu", "own"): 3, ("eager", "own"): 5, ("compiled", "own"): 4,
+             ("cpu", "avx2"): 6, ("eager", "avx2"): 8, ("compiled", "avx2"): 9}
+    table = output_of(on_cpu.print_table, "laptop", {
+        job: ([2 * ms, ms, ms / 2], [1.0]) for job, ms in times.items()})
+    check("factors over the better of PyTorch's at a width", re.findall(
+        r"^\| [^|]+ \| (?:own|avx2) \| [\d.]+ \| ([\d.]+)", table, re.M) ==
+        ["0.75", "1.25", "1.00", "0.75", "1.00", "1.12"], table)
 
 
-# ---- Any number of threads
+# ---- Any width, and any number of threads
+
+
+@pytest.mark.parametrize("level, needs", (("x86-64", "sse2"), ("x86-64-v3", "avx2"),
+                                          ("x86-64-v4", "avx512f")))
+def test_widths(level, needs):
+    """A step with vectors of 4, 8 and 16 numbers, if the processor has them: the same, up to
+    rounding."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if not cpuinfo.exists() or needs not in cpuinfo.read_text().split():
+        pytest.skip(f"the processor has no {needs}, or is not known")
+    c, found = Config(L=1, maxT=64, V=251, Vp=288, C=96, NH=3), []
+    batch, values = pack_batch(*words(c.V, 2, 3, 45)), [
+        (row.name, np.float32(0.2 * normal(*whole_shape(row)))) for row in c.parameter_table()]
+    for flags in ("", f"-march={level}"):
+        with mock.patch.dict("os.environ", CXXFLAGS=flags):
+            model = GPT2(c, Cpu("fp32", c), 3, 45)
+        model.set_parameters(values)
+        model.train_step(batch, learning_rate=0.0, clip=0.0)
+        found.append((model.device.path, model.arenas["gradients"].view(np.float32)))
+    (path, wish), (other, gradients) = found
+    check("another library", other != path, path)
+    yield "gradients", gradients, wish, 1e-5
 
 
 def skip_without_openmp():
