@@ -17,8 +17,8 @@ On a GPU, C, HS and GROUP are constants of the compiled kernel, and it can ask h
 A loop takes them as further arguments at its end: C, HS, GROUP; blocks, the number of partial sums
 that it makes; heads, those of all sequences together.
 
-`omp parallel for` splits a loop over the cores. `omp simd` runs the innermost loop on vectors of 8
-or 16 numbers, which is right if no iteration reads what another writes. With reduction(+ : sum)
+`omp parallel for` splits a loop over the cores. `omp simd` runs the innermost loop on vectors of 4,
+8 or 16 numbers, which is right if no iteration reads what another writes. With reduction(+ : sum)
 each slot of the vector adds up a part of the sum, and the parts are added at the end; so with max.
 */
 #include <algorithm>
@@ -405,10 +405,11 @@ void adamw(real* params, int16_t* low, const float* grads, float* m, float* v, c
 //
 // Here it is done by blocks, which turn the loops over s into products of small matrices: BLOCK
 // queries at a time, so that their scores (BLOCK,T) stay in a core's cache.
-// A register holds LANES numbers, a Vector: which may lie anywhere in an array of floats. A product
+
+// A register holds a Vector of LANES numbers, which may begin at any float of an array. A product
 // computes a tile of ROWS x VECTORS of them at a time in registers: 16 of AVX-512's 32, 12 of AVX's
-// or SSE's 16, or 24 of ARM's 32. The others hold what a step of k reads, ROWS + COLUMNS numbers
-// for ROWS * COLUMNS multiply-adds.
+// or SSE's 16, or 24 of ARM's 32. The other registers hold what a step of k reads: ROWS + COLUMNS
+// numbers, for ROWS * COLUMNS multiply-adds.
 #ifdef __AVX512F__
 constexpr long LANES = 16, ROWS = 8, VECTORS = 2;
 #elif defined __AVX__
