@@ -62,11 +62,12 @@ void token_linear(real* out, float* stream, const real* inp, const float* x, con
 
 // qkv (B,NH+2NKV,HS) has the query, key and value of the token at each sequence's position (B): key
 // and value are written to keys and values (B,NKV,T,HS) there; rope (T,HS), unless null, turns query
-// and key. out (B,NH,HS) = softmax(scale * q k') v, over all keys up to the position. parts and
-// arrived are for a GPU.
+// and key. out (B,NH,HS) = softmax(scale * q k') v, over all keys up to the position. kept: the B
+// tokens are of one text, and keys and values (NKV,T,HS) have theirs, too. parts and arrived are for
+// a GPU.
 void token_attention(real* out, real* keys, real* values, float* parts, int* arrived,
                      const real* qkv, const float* rope, const int* positions, float scale, int B,
-                     int T, int NH, int HS, int GROUP) {
+                     int T, int NH, int kept, int HS, int GROUP) {
     long NKV = NH / GROUP;
 #pragma omp parallel for
     for (long head = 0; head < B * NKV; head++) {
@@ -78,8 +79,9 @@ void token_attention(real* out, real* keys, real* values, float* parts, int* arr
             const float* turn = rope + position * HS + (c & ~1);  // cosine, sine
             return c % 2 ? x * turn[1] + y * turn[0] : x * turn[0] - y * turn[1];
         };
-        real *k = keys + head * T * HS, *v = values + head * T * HS;
-        for (int c = 0; c < HS; c++) {
+        long begin = (kept ? kv : head) * T * HS;
+        real *k = keys + begin, *v = values + begin;
+        for (int c = 0; !kept && c < HS; c++) {
             k[position * HS + c] = turned(row + (NH + kv) * HS, c);
             v[position * HS + c] = row[(NH + NKV + kv) * HS + c];
         }

@@ -286,11 +286,12 @@ __device__ void each_pack_of_head(F f) {
 // largest score and the sum of weights; the last of them to finish adds all up, in order. arrived
 // counts them: it begins as zeros and is left as zeros. Bound by memory: keys and values are read
 // once. `most` is how many chunks of a head parts has room for; q is shared memory. eager: if
-// registers hold all keys and values of a thread, load them before qkv is there.
+// registers hold all keys and values of a thread, load them before qkv is there. kept: the B
+// tokens are of one text, and keys and values (NKV,T,HS) have theirs, too: see keep_keys.
 template <int THREADS, bool eager, class Qkv, class Out>
 __device__ void attend(Out out, real* keys, real* values, float* parts, int* arrived, Qkv qkv,
                        const float* __restrict__ rope, const int* positions, float scale, int T,
-                       int NH, int head, int chunk, int most, float* q) {
+                       int NH, int head, int chunk, int most, float* q, bool kept = false) {
     constexpr int MEMBERS = THREADS / LANES, WARPS = THREADS / 32;  // MEMBERS keys are read at once
     float* weights = q + GROUP * HS;       // q is (GROUP,HS), this (GROUP,CHUNK); scores at first
     float* of_warp = weights + GROUP * CHUNK;  // (WARPS,AT_ONCE,HS)
@@ -304,7 +305,8 @@ __device__ void attend(Out out, real* keys, real* values, float* parts, int* arr
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, member = threadIdx.x / LANES;
     int own = position - first;  // the newest key's place here, or beyond
     const float* turn = rope ? rope + (size_t)position * HS : nullptr;
-    real *k = keys + ((size_t)head * T + first) * HS, *v = values + ((size_t)head * T + first) * HS;
+    size_t begin = ((size_t)(kept ? kv : head) * T + first) * HS;
+    real *k = keys + begin, *v = values + begin;
     constexpr int EACH = CHUNK / MEMBERS;      // keys of a member
     constexpr bool EARLY = eager && EACH * PACKS <= 4;
     struct KeyAndValue { Stored<PACK, real> key, value; } early[EACH][PACKS];
@@ -328,8 +330,7 @@ __device__ void attend(Out out, real* keys, real* values, float* parts, int* arr
     for (int i = threadIdx.x; own < CHUNK && i < HS; i += blockDim.x) {
         from_float(newest[i], turned(raw + GROUP * HS, i, turn));
         from_float(newest[HS + i], raw[(GROUP + 1) * HS + i]);
-        k[own * HS + i] = newest[i];
-        v[own * HS + i] = newest[HS + i];
+        if (!kept) k[own * HS + i] = newest[i], v[own * HS + i] = newest[HS + i];
     }
     __syncthreads();
 
@@ -441,17 +442,17 @@ __device__ void attend(Out out, real* keys, real* values, float* parts, int* arr
     }
 }
 
-// attend, of B sequences. Items: B*NKV heads along x; along y the positions, up to T, that queries
+// attend, of B sequences, or if `kept` of B tokens of one. Items: B*NKV heads along x; along y the positions, up to T, that queries
 // may have.
 BLOCK(256, 1, 256)
 extern "C" __global__ void __launch_bounds__(256) token_attention(
     real* __restrict__ out, real* keys, real* values, float* parts, int* arrived,
     const real* __restrict__ qkv, const float* __restrict__ rope,
-    const int* __restrict__ positions, float scale, int B, int T, int NH) {
+    const int* __restrict__ positions, float scale, int B, int T, int NH, int kept) {
     DYNAMIC_SHARED(float, q);
     attend<256, false>([=](size_t i, float y) { from_float(out[i], y); }, keys, values, parts,
                        arrived, [=](size_t i) { return to_float(qkv[i]); }, rope, positions, scale,
-                       T, NH, blockIdx.x, blockIdx.y, gridDim.y, q);
+                       T, NH, blockIdx.x, blockIdx.y, gridDim.y, q, kept);
 }
 
 // ---- the likeliest token ----

@@ -4,7 +4,8 @@ pass of one row instead of all.
 A token sees those before it only in attention, and there only through their keys and values. These
 do not change when a token is added. So a text begins with a full pass, which leaves the keys and
 values of its tokens in the cache; then each token's pass writes its own, and its query attends to
-all. The logits are those of the full pass, but for the order of sums. kv_cache.cu has the kernels.
+all. More text behind them, as in a chat, is passed PIECE tokens at a time. The logits are those of
+the full pass, but for the order of sums. kv_cache.cu has the kernels.
 
 The pass has three forms. Up to FEW sequences, it is bound by reading the weights, and on a GPU one
 kernel: token_pass, whose blocks read weights without a break while they wait for each other. Where
@@ -30,6 +31,7 @@ from train_gpt2 import Row, carve, ceil_div, layer_of, to_float
 SOURCE = kernels_of(__file__)
 FEW = 4  # rows of token_linear, at most
 CHUNK = 256  # keys of a block of token_attention
+PIECE = 64  # tokens that are passed at once behind others whose keys are kept, at most
 STEPS = 8  # at most this many missing tokens are passed one by one, more by a full pass
 AHEAD = 16  # tokens that a GPU draws before the host reads them, at most
 MOST_ROWS = 128  # sequences whose keys are kept at once, at most
@@ -59,7 +61,8 @@ def cache_table(c, rows, T, real):
     NKV = getattr(c, "NKV", c.NH)
     HS = c.C // c.NH
     each = dict(dtype=real, layers=c.L)
-    parts = rows * c.NH * ceil_div(T, CHUNK) * (HS + 2)
+    queries = max(rows, PIECE)  # of a launch of attention
+    parts = queries * c.NH * ceil_div(T, CHUNK) * (HS + 2)
     layers = [row._replace(layers=0, shape=(T, HS) if row.name == "rope" else row.shape)
               for row in c.activation_table(rows, 1, real)]
     handed = 2 * rows * BLOCKS + sum(
@@ -74,7 +77,8 @@ def cache_table(c, rows, T, real):
         Row("drawn", (AHEAD, rows), np.int32),  # the tokens that these coins draw
         Row("at", (rows,), np.int32),  # the next coin
         Row("parts", (parts,)),  # of attention's sums
-        Row("arrived", (rows * NKV,), np.int32),
+        Row("arrived", (queries * NKV,), np.int32),
+        Row("places", (PIECE,), np.int32),  # of the tokens of a piece
         Row("words", (handed,), np.uint64),  # what phases of token_pass hand on, with its date
         Row("ended", (1,), np.uint64),  # how many blocks of token_pass have ended
     ]
@@ -154,8 +158,9 @@ class Cached:
         self.few = self.few_of(config, device, T)
         self.cache = carve(self.arenas["cache"], cache_table(config, self.rows, T, device.real))
         self.held = [[] for _ in range(self.rows)]  # the tokens whose keys are kept
+        self.remembers = False  # whether a text goes on in the keys that another has left
         self.drawing = None  # who has tokens drawn by the device
-        self.filling = None  # [row, layer], in a full pass that fills the cache
+        self.filling = None  # in a pass that fills the cache: its row, layer, start and count
         self.now = None  # views of a token's pass: the activations of some rows
         self.added = None  # what the next norm adds to the stream, in a pass of many rows
         self.eps = getattr(config, "eps", 1e-5)  # under the norms' root
@@ -187,16 +192,41 @@ class Cached:
         if hasattr(self, "held"):
             self.forget()
 
+    def behind(self):
+        """How many tokens are kept in front of those of the present pass; 0 if it is another."""
+        return self.filling.start if self.filling else 0
+
+    def embedding_forward(self):
+        """As GPT2's; behind tokens that are kept, positions go on."""
+        start = self.behind()
+        if not start:
+            super().embedding_forward()
+            return
+        count, C, p = self.filling.count, self.config.C, self.params
+        places = self.cache.places[:count]
+        self.device.put(places, np.arange(start, start + count, dtype=np.int32))
+        self.device.launch("token_embedding", count * C, self.acts.residual, self.batch.tokens,
+                           places, p.wte, getattr(p, "wpe", None), count, C)
+
     def attention_forward(self, out, lse, qkv):
-        """As GPT2's. In a full pass that fills the cache, keep the keys and values."""
-        super().attention_forward(out, lse, qkv)
-        if self.filling:
-            row, l = self.filling
-            self.filling[1] += 1
-            keys, values = self.cache.keys[l, row], self.cache.values[l, row]
-            N = len(qkv)
-            self.device.launch("keep_keys", keys[:, :N].size, keys, values, qkv, N, self.T,
-                               self.config.NH)
+        """As GPT2's. In a pass that fills the cache, keep the keys and values; behind tokens that
+        are kept, attend to these, too."""
+        filling, start, c = self.filling, self.behind(), self.config
+        if not start:
+            super().attention_forward(out, lse, qkv)
+        if not filling:
+            return
+        l, count = filling.layer, filling.count
+        filling.layer += 1
+        keys, values = (kept[l, filling.row] for kept in (self.cache.keys, self.cache.values))
+        NKV, T, HS = keys.shape
+        newest = [kept.reshape(-1)[start * HS :] for kept in (keys, values)]
+        self.device.launch("keep_keys", NKV * count * HS, *newest, qkv, count, T, c.NH)
+        if start:
+            self.device.launch(
+                "token_attention", (count * NKV, start + count), out, keys, values,
+                self.cache.parts, self.cache.arrived, qkv, None, self.cache.places, HS**-0.5,
+                count, T, c.NH, 1, shared=shared_of_attention(c.NH // NKV, HS))
 
     def fill(self, row, tokens):
         """Keep the keys and values of these tokens, fewer than T, in a row of the cache."""
@@ -209,11 +239,14 @@ class Cached:
             for kept in (self.cache.keys, self.cache.values):
                 kept[:, row] = kept[:, other]
         elif len(tokens) - same > STEPS:
-            self.filling = [row, 0]
-            try:
-                super().next_logits(tokens)
-            finally:
-                self.filling = None
+            size = PIECE if same else len(tokens)
+            for start in range(same, len(tokens), size):
+                part = tokens[start : start + size]
+                self.filling = SimpleNamespace(row=row, layer=0, start=start, count=len(part))
+                try:
+                    super().next_logits(part)
+                finally:
+                    self.filling = None
         else:
             for i in range(same, len(tokens)):
                 self.begin(slice(row, row + 1), [tokens[i]], [i])
@@ -225,7 +258,8 @@ class Cached:
     def continued(self, texts, count, coins, temperature, top_k, top_p):
         """Yield `count` times the next tokens (B) of B texts, lists of ids. coins: an iterator of
         numbers in [0, 1) for each. Settings are those of sample.choose."""
-        self.forget()  # so that a text has the same bits whatever was sampled before
+        if not self.remembers:
+            self.forget()  # so that a text has the same bits whatever was sampled before
         texts = [list(tokens) for tokens in texts]
         settings = temperature, top_k, top_p
         ahead = max(0, min(count, self.T + 1 - max(map(len, texts)))) if self.draws else 0
@@ -246,19 +280,15 @@ class Cached:
         while batch is not None:
             if self.drawing is not drawing:  # at first, or another call has used the cache
                 self.fill_all(texts)
-                for row in range(len(texts)):
-                    self.held[row] = []  # until it is done
                 self.drawing = drawing
                 self.draw(batch, texts, settings)
             following = next(batches, None)  # while the device draws
             rows = self.device.get(self.cache.drawn)[: len(batch), : len(texts)].tolist()
-            for tokens, more in zip(texts, zip(*rows)):
+            for row, (tokens, more) in enumerate(zip(texts, zip(*rows))):
                 tokens += more
+                self.held[row] = tokens[:-1]  # the caller may leave us at any token
             batch = following
-            if batch is None:
-                for row, tokens in enumerate(texts):
-                    self.held[row] = tokens[:-1]
-            else:
+            if batch is not None:
                 self.draw(batch, texts, settings)
             yield from rows
 
@@ -331,7 +361,7 @@ class Cached:
         count = rows.stop - rows.start
         self.device.put(cache.tokens[rows], tokens)
         self.device.put(cache.positions[rows], positions)
-        whole = {"keys", "values", "parts", "arrived", "rope", "coins", "drawn", "words", "ended"}
+        whole = {"keys", "values", "parts", "arrived", "places", "rope", "coins", "drawn", "words", "ended"}
         self.now = SimpleNamespace(
             rows=rows, count=count, few=count <= self.few,
             **{name: array[:count] for name, array in vars(cache).items() if name not in whole})
@@ -413,7 +443,7 @@ class Cached:
         _, NKV, T, HS = keys.shape
         self.device.launch("token_attention", (now.count * NKV, now.span), now.atty, keys, values,
                            self.cache.parts, self.cache.arrived, now.qkv, rope, now.positions,
-                           (c.C // c.NH) ** -0.5, now.count, T, c.NH,
+                           (c.C // c.NH) ** -0.5, now.count, T, c.NH, 0,
                            shared=shared_of_attention(c.NH // NKV, HS))
 
     def norm_and_linear(self, out, normw, normb, weight, bias=None, activation=0):
@@ -463,6 +493,14 @@ class CachedLlama:
         super().__init__(config, device, B, T)
         rope = self.cache.rope
         device.launch("rope_table", rope.size // 2, rope, config.theta, config.factor, T)
+
+    def rope(self, kernel, qkv):
+        """As Llama3's; behind tokens that are kept, positions go on."""
+        start, table = self.behind(), self.acts.rope
+        if start:
+            self.acts.rope, qkv = self.cache.rope[start:], qkv[: self.filling.count]
+        super().rope(kernel, qkv)
+        self.acts.rope = table
 
     def token_attention(self, l, rope):
         super().token_attention(l, self.cache.rope)

@@ -440,7 +440,7 @@ def test_attention(device_name, kind, NH, NKV, HS):
                 device, "token_attention", (B * NKV, T), (0, 1, 2, 4),
                 np.zeros((B, NH, HS), qkv.dtype), keys, values,
                 np.full(B * NH * 3 * (HS + 2), np.nan, np.float32), np.zeros(B * NKV, np.int32),
-                qkv, rope if kind is Llama3 else None, positions, HS**-0.5, B, T, NH,
+                qkv, rope if kind is Llama3 else None, positions, HS**-0.5, B, T, NH, 0,
                 shared=shared_of_attention(NH // NKV, HS))
             what = f"{name} {dtype} {kind.__name__}"
             yield what, found[0], np.array(wish), 2e-6 if dtype == "fp32" else 1e-2
