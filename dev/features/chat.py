@@ -1,23 +1,34 @@
-"""--chat: load the model once, and continue one prompt after another, each a line of stdin.
+"""--chat: load the model once, and talk with it, a line of stdin at a time.
 
-Every prompt stands on its own: the model does not see those before it. Answer number i, counted
-from 0, has the seed --seed + i, so that --sample with that seed repeats it. An empty line is
-skipped. A line that cannot be a prompt is reported on stderr, and the exit status is then 1. In a
-terminal, Ctrl-C ends an answer, and Ctrl-D the program.
+The model sees all that was said: the lines, each behind a newline, and its own continuations. Turn
+number i, counted from 0, has the seed --seed + i, so that --sample with that seed and all of the
+text before repeats it. The keys and values of earlier turns are kept (see kv_cache.py), so a turn
+costs no more than its own words. Where the turns reach T tokens (-t), the oldest leave until half
+of T is free: that costs one pass over those that stay, and stderr says it. A turn that is longer
+than T by itself goes on like a long --sample: the model sees its last T tokens.
+
+A line /reset begins anew. An empty line is skipped. A line that cannot be a prompt is reported on
+stderr, and the exit status is then 1. In a terminal, Ctrl-C ends an answer, of which the model sees
+as much as was written, and Ctrl-D ends the program.
 
 --answer: the text of --sample, and each line of --chat, is what a user says: it is put into the
 template of dev/data/chats.py that the model was fine-tuned with, and an answer ends where the
 template says.
 """
 import functools
+import itertools
+import re
 import sys
 
 from dev.data import chats
 from dev.data.documents import cleaned
+from dev.features import sample
 from dev.features.feature import Feature, Flag
-from dev.features.sample import GROUP
 from dev.features.tokenizer import encoding_of_model
 from train_gpt2 import UserError
+
+HELP = ("a line is a turn, and the model sees the turns before it; /reset forgets them, Ctrl-C "
+        "ends an answer, Ctrl-D the chat")
 
 
 class Chatting:
@@ -25,19 +36,19 @@ class Chatting:
 
     def run(self):
         self.load("")
+        self.model.remembers = True
+        self.turns = []  # that the model sees: the tokens of a line and of its answer
         self.terminal, status = sys.stdin is not None and sys.stdin.isatty(), 0
+        if self.terminal:
+            note(HELP)
         self.ask()
         for number, line in enumerate(sys.stdin.buffer if sys.stdin else (), 1):
             try:
-                self.answer(cleaned(line.decode()).rstrip("\n"))
+                self.take(cleaned(line.decode()).rstrip("\n"))
             except UnicodeDecodeError as e:
                 status = refused(number, f"byte {e.start} is not UTF-8")
             except UserError as e:
                 status = refused(number, e)
-            except KeyboardInterrupt:
-                if not self.terminal:
-                    raise
-                print()
             self.ask()
         return status
 
@@ -46,10 +57,82 @@ class Chatting:
         if self.terminal:
             print("> ", end="", file=sys.stderr, flush=True)
 
+    def take(self, line):
+        """Do what a line says. Raises UserError."""
+        word = line.strip()
+        if word == "/reset":
+            note(f"forgot {turns(len(self.turns))}" if self.turns else "nothing to forget yet")
+            self.turns = []
+        elif re.fullmatch(r"/\w+", word):
+            raise UserError(f"{word} is no command; expected /reset, or a text; Ctrl-D ends the "
+                            "chat")
+        elif line:
+            self.answer(line)
+
     def answer(self, text):
-        """Write the continuation of a prompt, without the prompt."""
-        if text:
-            self.write_samples("", self.tokens_of(text))
+        """Write the model's answer to a line. Raises UserError."""
+        turn = sample.beginning(self.model, self.turn_of(text))
+        begin = len(turn)
+        self.turns.append(turn)
+        count = len(self.turns)
+        try:
+            sample.stream(self.model, turn, self.words(), "", 0, (), stop=self.stop,
+                          drawn=self.drawn_behind(turn))
+        except KeyboardInterrupt:
+            if not self.terminal:
+                raise
+        print(flush=True)
+        turn[begin:] = self.ended(turn[begin:])
+        if len(self.turns) < count:
+            note(f"forgot the oldest {turns(count - len(self.turns))} of {count}: the model sees "
+                 f"T = {self.T:,} tokens (-t)")
+
+    def drawn_behind(self, turn):
+        """Yield the tokens of an answer to the newest turn, which get part of it."""
+        flags = self.flags
+        coins, left = sample.coins_of(next(self.seeds)), flags.sample_tokens
+        while left:
+            tokens = self.seen()
+            # Up to T; further only if there is no older turn that could leave
+            count = left if len(self.turns) == 1 else min(left, self.T + 1 - len(tokens))
+            left -= count
+            for token in sample.generate(self.model, tokens, count, flags.temperature, flags.top_k,
+                                         coins, flags.top_p):
+                turn.append(token)
+                yield token
+
+    def seen(self):
+        """The tokens of all turns. If they are more than T, the oldest leave."""
+        tokens = [*self.opening(), *itertools.chain(*self.turns)]
+        if len(tokens) > self.T and len(self.turns) > 1:
+            while len(tokens) > self.T // 2 and len(self.turns) > 1:
+                self.turns.pop(0)
+                tokens = [*self.opening(), *itertools.chain(*self.turns)]
+            getattr(self.model, "forget", list)()  # what stays has other positions
+        return tokens
+
+    def opening(self):
+        """The tokens before the first turn."""
+        return []
+
+    def turn_of(self, text):
+        """The tokens of a line: behind a newline, if there are turns before it."""
+        return [*(self.newline if self.turns else ()), *self.tokens_of(text)]
+
+    @functools.cached_property
+    def newline(self):
+        try:
+            return self.encode("\n")
+        except UserError:  # its characters have none
+            return []
+
+    def ended(self, tokens):
+        """The tokens of an answer, up to the text that ends it."""
+        words, stop = self.words(), (self.stop or "").encode("utf-8", "surrogateescape")
+        parts = [words.get(token, b"") for token in tokens]
+        at = b"".join(parts).find(stop) if stop else -1
+        ends = itertools.accumulate(map(len, parts))
+        return [token for token, end in zip(tokens, ends) if at < 0 or end <= at]
 
 
 class Answering:
@@ -67,13 +150,33 @@ class Answering:
         """As Sampling's; the answer has a line of its own."""
         super().write_samples(f"{text}\n" if text else "", tokens)
 
+    # ---- In a chat
+
+    def opening(self):
+        return self.template.begin()
+
+    def turn_of(self, text):
+        return self.tokens_of(text)[len(self.opening()) :]
+
+    def ended(self, tokens):
+        return [*super().ended(tokens), self.template.end_id]
+
 
 def template_of_model(c, vocabulary):
     """The template for a model's words. vocabulary: its own, or None. Raises UserError."""
     if vocabulary:
+        vocabulary.check_text("a conversation", "leave out --chat")
         return chats.template_of_vocabulary(vocabulary)
     return chats.template_of_encoding(c.encoding() if hasattr(c, "words")
                                       else encoding_of_model(c.V))
+
+
+def turns(count):
+    return f"{count} turn{'s'[: count - 1]}"
+
+
+def note(text):
+    print(f"({text})", file=sys.stderr, flush=True)
 
 
 def refused(number, why):
@@ -82,11 +185,12 @@ def refused(number, why):
 
 
 FEATURE = Feature("chat", lambda flags, ranks: flags.chat, training=Chatting, flags=(
-    Flag(None, "--chat", "switch", 0, "1: continue each line of stdin by -g tokens, and do not "
-         "train", GROUP, after="--samples", replayed=False, may_differ=True),))
+    Flag(None, "--chat", "switch", 0, "1: continue each line of stdin by -g tokens, after the "
+         "lines before it, and do not train", sample.GROUP, after="--samples", replayed=False,
+         may_differ=True),))
 ANSWERS = Feature(
     "answers", lambda flags, ranks: flags.answer and flags.sample is not None, training=Answering,
     flags=(
         Flag(None, "--answer", "switch", 0, "1: answer the text of --sample or --chat as a "
-             "message, in the template of prepro_tinyshakespeare.py --chat", GROUP,
-             after="--chat", needs="sample", replayed=False, may_differ=True),))
+             "message, in the template of prepro_tinyshakespeare.py --chat",
+             sample.GROUP, after="--chat", needs="sample", replayed=False, may_differ=True),))

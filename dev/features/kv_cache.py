@@ -361,7 +361,8 @@ class Cached:
         count = rows.stop - rows.start
         self.device.put(cache.tokens[rows], tokens)
         self.device.put(cache.positions[rows], positions)
-        whole = {"keys", "values", "parts", "arrived", "places", "rope", "coins", "drawn", "words", "ended"}
+        whole = {"keys", "values", "parts", "arrived", "places", "rope", "coins", "drawn", "words",
+                 "ended"}
         self.now = SimpleNamespace(
             rows=rows, count=count, few=count <= self.few,
             **{name: array[:count] for name, array in vars(cache).items() if name not in whole})

@@ -18,13 +18,19 @@ import itertools
 import secrets
 import sys
 from operator import itemgetter
+from pathlib import Path
 
 import numpy as np
 
 from dev.common.flags import with_values
 from dev.data.documents import cleaned, read_utf8
+from dev.data.vocabulary import vocabulary_beside
+from dev.features.checkpoints.run_json import read_notes
 from dev.features.feature import Feature, Flag
 from train_gpt2 import UserError, coins, draw_token
+
+LONGEST = 1024  # T without -t, at most
+OF_IDS = '--sample "12 7 9" goes on from ids'
 
 # ---- Which token
 
@@ -188,6 +194,9 @@ class Sampling:
         if not self.from_file:
             raise UserError(f"{name}: expected -e too, a checkpoint: random weights have nothing "
                             "to say")
+        for flag in ("chat", "answer", "stop") if self.vocabulary else ():
+            if getattr(flags, flag):
+                self.vocabulary.check_text(f"--{flag}", OF_IDS)
         tokens = self.tokens_of(text)
         self.words()  # now, since it may warn
         self.device = self.make_device()
@@ -197,6 +206,13 @@ class Sampling:
             print(f"seed {flags.seed} (--seed)", file=sys.stderr, flush=True)  # stdout has the text
         return tokens
 
+    def find_length(self):
+        """-t, or T of the run that trained the checkpoint, and no positions beyond; else maxT."""
+        notes = [read_notes(path, ())["flags"] for path in
+                 Path(self.name).parent.glob("run_????????.json")]
+        return self.flags.seq_len or max((each["seq_len"] for each in notes if "seq_len" in each),
+                                         default=min(self.config.maxT, LONGEST))
+
     def tokens_of(self, text):
         """The token ids of a prompt. Raises UserError if the model lacks words for it."""
         tokens, T = self.encode(text) if text else [], self.T
@@ -204,6 +220,8 @@ class Sampling:
             print(f"WARNING: the prompt has {len(tokens):,} tokens, and the model sees the last "
                   f"T = {T:,} (-t)", file=sys.stderr)
         if not tokens and self.vocabulary:
+            if self.vocabulary.is_ids:
+                raise UserError(f"the model's tokens are ids, and none begins a text: {OF_IDS}")
             tokens = [self.vocabulary.eot]
         return tokens
 
@@ -239,6 +257,8 @@ class Controlled:
 
     def open_data(self):
         super().open_data()
+        if self.flags.stop and self.vocabulary:
+            self.vocabulary.check_text("--stop", OF_IDS)
         self.text, self.prompt = self.flags.sample_prompt, []
         if self.text:
             self.text = read_prompt("--sample-prompt", self.text)
@@ -258,7 +278,9 @@ class Controlled:
 
     def first_token(self):
         """What a sample goes on from: <|endoftext|>, or a newline if the data is a single text, in
-        which no <|endoftext|> says what follows it."""
+        which no <|endoftext|> says what follows it; of ids, the first of the data."""
+        if self.vocabulary and self.vocabulary.is_ids:
+            return int(self.train_data.tokens[0])
         c, words = self.config, self.words()
         token, newline = min(c.EOT, c.V - 1), [i for i, word in words.items() if word == b"\n"]
         known = not newline or (self.train_data.tokens[: 2**20] == token).any()
@@ -266,6 +288,12 @@ class Controlled:
 
 
 # ---- Flags
+
+
+def is_ids(path):
+    """Whether the tokens of -i stand for no text."""
+    vocabulary = vocabulary_beside(path)
+    return vocabulary is not None and vocabulary.is_ids
 
 
 def probability(text):
@@ -281,6 +309,8 @@ def refuses(flags):
     return next((why for found, why in (
         (flags.chat and flags.sample,
          "--chat: reads its prompts from stdin: expected no --sample"),
+        (flags.chat and (flags.samples or 1) > 1,
+         "--chat: goes on from its answer, and several cannot all be it: expected no --samples"),
         ((flags.samples or 1) > 1 and flags.temperature == 0,
          "--samples: with --temperature 0 all would be the same: expected another "
          "--temperature"),
@@ -294,8 +324,8 @@ def refuses(flags):
 GROUP = "instead of training"
 SHOWN = "how long, and what is shown"
 CONTROLLED = Feature("controlled samples", lambda flags, ranks: flags.sample is None and (
-    flags.temperature != 1 or flags.top_k or flags.top_p < 1 or flags.stop or flags.sample_prompt),
-    training=Controlled)
+    flags.temperature != 1 or flags.top_k or flags.top_p < 1 or flags.stop or flags.sample_prompt or
+    flags.train_data and is_ids(flags.train_data)), training=Controlled)
 FEATURE = Feature(
     "sample", lambda flags, ranks: flags.sample is not None, training=Sampling, refuses=refuses,
     flags=(

@@ -212,36 +212,59 @@ def test_prompts(folder):
 # ---- --chat
 
 
+@contextlib.contextmanager
+def heard():
+    """A list that gets what each call of generate sees, and what it draws."""
+    calls = []
+
+    def spy(model, tokens, *settings):
+        calls.append((tokens, []))
+        for token in generate(model, tokens, *settings):
+            calls[-1][1].append(token)
+            yield token
+
+    with mock.patch("dev.features.sample.generate", spy):
+        yield calls
+
+
 def test_chat(folder):
-    """Each line of stdin is continued as --sample would, with a seed of its own; empty lines are
-    skipped, and lines that are no prompts reported."""
+    """Each line of stdin is continued behind all that was said before, with a seed of its own, as
+    full passes do; empty lines are skipped, and lines that are no prompts reported."""
     with small_words(folder):
         for name, (program, path) in prepare_models(folder).items():
             with mock.patch.object(Sampling, "load", autospec=True,
-                                   side_effect=Sampling.load) as load:
-                lines = "\ufeffAB\n\n\r\n<|endoftext|>é\r\nA".encode()
-                text, error = sampled(program, path, "--chat", "--seed", 4, stdin=lines)
+                                   side_effect=Sampling.load) as load, heard() as calls:
+                lines = "\ufeffAB\n\n\r\n<|endoftext|>é\r\n /reset\nA".encode()
+                text, error = sampled(program, path, "--chat", "--seed", 4, "-g", 9, stdin=lines)
             check(f"{name}: loaded once", load.call_count == 1)
-            wish = ""
-            for seed, prompt in enumerate(("AB", "<|endoftext|>é", "A"), 4):
-                alone, _ = sampled(program, path, "--sample", prompt, "--seed", seed)
-                wish += alone.removeprefix(prompt)
-            check(f"{name}: three prompts", text == wish, f"{text!r} {wish!r}")
-            check(f"{name}: nothing but the seed is said",
-                  re.findall("^(?!WARNING).+", error, re.M) == ["seed 4 (--seed)"], error)
+            (first, answer), (second, _), (third, _) = calls
+            newline = second[11:12]
+            wish = first + answer + newline
+            check(f"{name}: the second line is behind both", second[: len(wish)] == wish, second)
+            whole = [*second[len(wish) :], *newline, *first, *third]
+            check(f"{name}: the lines", len(third) == 1 and len(whole) == 6 + (name != "chars"),
+                  whole)
+            full, _ = sampled(program, path, "--chat", "--seed", 4, "-g", 9, "--kv-cache", 0,
+                              stdin=lines)
+            check(f"{name}: as with full passes", text == full, f"{text!r} {full!r}")
+            for seed, prompt in ((4, "AB"), (6, "A")):  # alone, and after /reset
+                alone, _ = sampled(program, path, "--sample", prompt, "--seed", seed, "-g", 9)
+                check(f"{name}: seed {seed}", alone.removeprefix(prompt) in text, text)
+            check(f"{name}: what is said", re.findall("^(?!WARNING).+", error, re.M) == [
+                "seed 4 (--seed)", "(forgot 2 turns)"], error)
         for stdin in (b"", b"\n\n"):
             check(f"{stdin}: no prompt", sampled(program, path, "--chat", stdin=stdin)[0] == "")
-        text, error = sampled(program, path, "--chat", "--seed", 4, "--samples", 2, "--stop", "zz",
-                              stdin=b"A\n\xc3(\nAxB\nB", status=1)
-        check("two answers each", re.findall(r"^--- sample (\d) of 2, seed (\d) ---$", text, re.M)
-              == [("1", "4"), ("2", "5"), ("1", "6"), ("2", "7")], text)
-        check("bad lines are reported", re.findall("^error: .*", error, re.M) == [
+        text, error = sampled(program, path, "--chat", "--seed", 4, "--stop", "zz",
+                              stdin=b"A\n\xc3(\nAxB\n/reset\n/reset\n/quit\nB", status=1)
+        check("bad lines are reported", re.findall(r"^(?:error: |\().*", error, re.M) == [
             "error: line 2: byte 0 is not UTF-8; it is skipped",
             f"error: line 3: 'x' (U+0078) is none of the 8 characters of {folder}/"
-            "chars_tokenizer.bin: leave it out, or train with --vocab bytes; it is skipped"], error)
-        alone, _ = sampled(program, path, "--sample", "B", "--seed", 7)
-        check("after them it goes on", text.endswith(f"seed 7 ---\n{alone.removeprefix('B')}"),
-              text)
+            "chars_tokenizer.bin: leave it out, or train with --vocab bytes; it is skipped",
+            "(forgot 1 turn)", "(nothing to forget yet)",
+            "error: line 6: /quit is no command; expected /reset, or a text; Ctrl-D ends the chat; "
+            "it is skipped"], error)
+        alone, _ = sampled(program, path, "--sample", "B", "--seed", 5)
+        check("after them it goes on", text.endswith(alone.removeprefix("B")), text)
         with mock.patch("sys.stdin", None):
             status, text, _ = call("--device", "cpu", "-e", path, "--chat", program=program)
         check("a closed stdin", (status, text) == (0, ""))
@@ -331,6 +354,8 @@ def test_refusals(folder):
              "--temperature", *sample, *model, "--samples", 2, "--temperature", 0),
             ("--chat: expected -e too, a checkpoint", "--chat"),
             ("--chat: reads its prompts from stdin: expected no --sample", "--chat", *sample),
+            ("--chat: goes on from its answer, and .*: expected no --samples", *model, "--chat",
+             "--samples", 2),
             ("--sample: expected -e too, a checkpoint", *sample),
             ("--sample-prompt: is for the samples of a training: expected no --sample or --chat",
              *model, *sample, "--sample-prompt", "A"),

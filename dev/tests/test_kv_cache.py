@@ -2,6 +2,7 @@
 full pass over all tokens."""
 import re
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from dev.tests.checks import EXACT, check, fast, normal
 from dev.tests.models import on_device
 from dev.tests.test_sample import small_words, write_model
 from dev.tests.trainings import call
-from train_gpt2 import BF16, carve, offsets, pack_batch, read_kernels, to_float
+from train_gpt2 import BF16, carve, next_logits, offsets, pack_batch, read_kernels, to_float
 
 OWN = [*read_kernels([SOURCE])]
 PASSES = "token_pass", "token_pass_alone"  # on a CPU, GPT-2's are in bf16 and Llama's in fp32
@@ -288,6 +289,31 @@ def test_history(device_name):
         kept.append(to_float(model.device.get(model.cache.keys))[:, :, :, : len(text)])
     yield "after another text", kept[1], kept[0], EXACT
     yield "side by side", kept[0][:, 1:], kept[0][:, :1].repeat(2, 1), EXACT
+
+
+@pytest.mark.parametrize("kind", (GPT2, Llama3))
+def test_going_on(device_name, kind):
+    """Tokens behind those that are kept are passed once, in pieces, into the next chunks of keys,
+    and after a caller who has left early; the logits are those of full passes."""
+    model, full = models("cuda" if device_name == "cuda" else "cpu", "fp32", kind, 700)
+    model.remembers = model.draws = True
+    text, passed = tokens_of(20), []
+
+    def counted(model, tokens):
+        passed.append(len(tokens))
+        return next_logits(model, tokens)
+
+    for drawn, more in ((3, 30), (1, 200), (20, 300)):
+        each = model.continued([text], 40, [coins_of(3)], 0, 0, 1.0)
+        text += [next(each)[0] for _ in range(drawn)] + tokens_of(more)
+        each.close()
+        with mock.patch("train_gpt2.next_logits", counted):
+            found = model.next_logits(text)
+        yield f"{len(text)} tokens", found, full.next_logits(text), 1e-5
+    size = kv_cache.PIECE
+    # With the last that was drawn, unless the device has drawn more behind it, and but for the last
+    wish = [n for count in (30, 200, 299) for n in (*[size] * (count // size), count % size)]
+    check("each once", passed == wish, passed)
 
 
 def test_rows():
