@@ -43,7 +43,7 @@ def write_tokens(path, tokens, magic=20240520, version=1, dtype="<u2"):
 def val_count(tokens):
     """How many of the tokens, the first, are for validation. Raises UserError if they are few."""
     if len(tokens) < 20:
-        raise UserError(f"the text has {len(tokens)} tokens, and needs at least 20 for training "
+        raise UserError(f"the input has {len(tokens)} tokens, and needs at least 20 for training "
                         "and validation")
     return min(VAL_TOKENS, len(tokens) // 10)
 

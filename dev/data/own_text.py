@@ -5,6 +5,7 @@ it is given flags.
     python prepro_tinyshakespeare.py --input texts --vocab 4096     # a folder, and 4,096 words
     python prepro_tinyshakespeare.py --vocab bytes                  # tinyshakespeare's bytes
     python prepro_tinyshakespeare.py --input chats.jsonl --chat     # conversations: see chats.py
+    python prepro_tinyshakespeare.py --input a.npy --vocab-size 512 # ids without a text: see ids.py
 
 writes data/NAME/NAME_{train,val}.bin, and, unless the words are GPT-2's, NAME_tokenizer.bin, which
 the trainer finds beside them: see dev/data/vocabulary.py. Each document becomes <|endoftext|> and
@@ -19,8 +20,9 @@ import numpy as np
 from dev.common.flags import parse_flags
 from dev.common.program import run_main
 from dev.common.time_left import TimeLeft
-from dev.data import chats
-from dev.data.documents import FLAGS as DOCUMENTS, documents_of, input_files, name_of, said
+from dev.data import chats, ids
+from dev.data.documents import (FLAGS as DOCUMENTS, KINDS, documents_of, input_files, name_of,
+                                said)
 from dev.data.text import both
 from dev.data.vocabulary import (BYTES, MOST, interruptible, read_vocabulary, tokenizer_path,
                                  vocabulary_bytes, vocabulary_of, write_vocabulary)
@@ -44,6 +46,7 @@ FLAGS = [
      "from the text, or the NAME_tokenizer.bin of other tokens"),
     DOCUMENTS[-1],
     *chats.FLAGS,
+    *ids.FLAGS,
 ]
 
 
@@ -83,8 +86,13 @@ def main(arguments=None):
     chats.check_flags(flags)
     own = flags.vocab != "gpt2"
     default = "tinyshakespeare" + own * f"_{Path(flags.vocab).stem}"
-    name = name_of(flags) or (default if own else None)
+    kinds = ids.KINDS if flags.vocab_size else KINDS
+    name = name_of(flags, kinds) or (default if own else None)
     pattern = f"data/{name}/{name}_{{}}.bin" if name else DATA
+    files = input_files(flags.input or (), kinds)
+    if ids.has_ids(flags, files):
+        tokens = np.concatenate([ids.read_ids(path, flags.vocab_size) for path in files])
+        return write_set(pattern, tokens, ids.vocabulary_of_ids(flags.vocab_size))
     if not flags.input and not own and not flags.documents:
         flags.documents = "blank-lines"  # as in llm.c's files
     given = read_vocabulary(flags.vocab) if flags.vocab.endswith(".bin") else None

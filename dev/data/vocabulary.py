@@ -9,8 +9,9 @@ bytes     Word i is the byte i, for all 256; word 256 is <|endoftext|>.
 chars     The characters of a text, sorted, and then <|endoftext|>.
 N words   The 256 bytes, then words that byte-pair encoding joins of earlier ones, most frequent
           first, and then <|endoftext|>. A word's id is its rank, as in tiktoken.
+ids       Word i is a space and the number i: tokens that stand for no text, see ids.py.
 
-<|endoftext|> is the last word, so that the trainer's samples begin with it.
+Of a text, <|endoftext|> is the last word, so that the trainer's samples begin with it.
 """
 import functools
 import os
@@ -65,8 +66,22 @@ class Vocabulary:
                              mergeable_ranks=ranks, special_tokens={END_OF_TEXT: self.eot})
 
     @functools.cached_property
+    def is_ids(self):
+        """Whether tokens stand for no text."""
+        return self.words == words_of_ids(len(self.words))
+
+    def check_text(self, what, remedy):
+        """Raise UserError if tokens stand for no text, which `what` needs."""
+        if self.is_ids:
+            raise UserError(f"{what} needs text, and {self.name} has ids, which stand for none; "
+                            f"{remedy}")
+
+    @functools.cached_property
     def kind(self):
-        """"bytes", "chars" or "words". Raises UserError if texts cannot become such tokens."""
+        """"bytes", "chars", "words" or "ids". Raises UserError if texts cannot become such
+        tokens."""
+        if self.is_ids:
+            return "ids"
         if self.words == [*BYTES, END]:
             return "bytes"
         if len({*self.words}) == len(self.words):
@@ -86,6 +101,8 @@ class Vocabulary:
     def encode_array(self, text):
         """The ids of a text, uint16. <|endoftext|> in it is one token. Raises UserError at a
         character that the vocabulary lacks."""
+        if self.is_ids:
+            return self.encode_ids(text)
         parts = []
         for document in whole(text).split(END_OF_TEXT):
             parts += [np.array([self.eot], "<u2"), self.encode_ordinary(document)]
@@ -109,6 +126,15 @@ class Vocabulary:
                             f"characters of {self.name}: leave it out, or train with --vocab bytes")
         return np.fromiter(map(self.ids.get, text), "<u2", len(text))
 
+    def encode_ids(self, text):
+        V = len(self.words)
+        for word in text.split():
+            if not (word.isascii() and word.isdigit() and int(word) < V):
+                raise UserError(f"{word!r} is no id: the model's tokens are the numbers from 0 to "
+                                f"{V - 1}, and stand for no text; expected some of them, such as "
+                                '"12 7 9"')
+        return np.array([*map(int, text.split())], "<u2")
+
     def encode_words(self, text):
         return np.array(call_tiktoken(self.encoding.encode_ordinary, text), "<u2")
 
@@ -122,6 +148,11 @@ def letters():
     else one from U+0100 up."""
     others = [b for b in range(256) if b not in PRINTING]
     return {b: chr(b) for b in PRINTING} | {b: chr(0x100 + i) for i, b in enumerate(others)}
+
+
+def words_of_ids(V):
+    """The words of V ids."""
+    return [b" %d" % i for i in range(V)]
 
 
 def is_character(word):

@@ -124,8 +124,9 @@ class Interrupted:
     def what_is_left(self):
         if not self.kept:
             return super().what_is_left()
+        prompt = "0" if self.vocabulary and self.vocabulary.is_ids else "To be"
         return (f"its weights are in {self.kept}: the same command with -e {self.kept} goes on "
-                'from them, and with --sample "To be" lets them write')
+                f'from them, and with --sample "{prompt}" lets them write')
 
 
 FEATURE = Feature("first run", training=FirstRun, observer=Long)

@@ -95,10 +95,11 @@ def vocabulary_of_run(checkpoint, V, train_path=None):
     beside = vocabulary_beside(train_path) if train_path else None
     found = own or beside
     if own and beside and own != beside:
+        flag = f"--vocab-size {len(own.words)}" if own.is_ids else f"--vocab {own.name}"
         raise UserError(f"{train_path}: its tokens have the {len(beside.words):,} words of "
                         f"{beside.name}, and {checkpoint} the {len(own.words):,} of {own.name}: "
-                        f"expected the same; prepro_tinyshakespeare.py --vocab {own.name} makes "
-                        "tokens for this model")
+                        f"expected the same; prepro_tinyshakespeare.py {flag} makes tokens for "
+                        "this model")
     if found and len(found.words) > V or checkpoint and beside and not own and len(
             beside.words) != V:
         raise UserError(f"{found.name}: has {len(found.words):,} words, and the model V = {V:,}; "

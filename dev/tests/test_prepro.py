@@ -171,7 +171,7 @@ def test_tables(folder):
                  for part in ("val", "train")]
         check(f"{name} is a text", parts[0] + parts[1] == counted(content.decode(), None))
     (folder / "empty.txt").touch()
-    check_refusal("prepro", "the text has 1 tokens, and needs", program, folder, "--input",
+    check_refusal("prepro", "the input has 1 tokens, and needs", program, folder, "--input",
                   "empty.txt")
 
 

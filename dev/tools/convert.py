@@ -368,7 +368,8 @@ def checkpoint_to_folder(path, folder, dtype=None, chat=None):
         files = [WEIGHTS]
     for file, tensors in zip(files, shards):
         write_safetensors(folder / file, tensors, dtype, c.C // c.NH)
-    begin, end = [own.eot] * 2 if own else TEXT_IDS.get(c.V, (None, None))
+    is_ids = own and own.is_ids
+    begin, end = [None if is_ids else own.eot] * 2 if own else TEXT_IDS.get(c.V, (None, None))
     end = template.end_id if template else end
     objects = {"config.json": {
         "architectures": [architecture.model_class], "model_type": architecture.model_type,
@@ -382,6 +383,7 @@ def checkpoint_to_folder(path, folder, dtype=None, chat=None):
     write_objects(folder, objects)
     try:
         if own:
+            own.check_text("it", "transformers takes them as they are")
             return write_vocabulary(folder, own, min(c.maxT, 2**20), **more)
         if c.V != GPT2_WORDS:
             raise UserError(f"GPT-2's has {GPT2_WORDS} words, and this model V = {c.V}; copy its "

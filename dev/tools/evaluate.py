@@ -50,6 +50,8 @@ def tokens_of(path, c, text):
     known."""
     words = Tokenized()
     words.name, words.from_file, words.config = path, True, c
+    if words.vocabulary:
+        words.vocabulary.check_text("--input", "a training validates on ids (-j)")
     return np.array(words.encode(text), np.int32)
 
 

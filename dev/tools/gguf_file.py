@@ -98,6 +98,7 @@ def own_words(vocabulary):
     """What a tokenizer says of a vocabulary of prepro_tinyshakespeare.py: ranks, {word: id};
     special, {special token: id}; the rule by which a text is cut first; the tokens that begin and
     end a text. Raises UserError."""
+    vocabulary.check_text("it", "llama.cpp takes them as they are")
     if vocabulary.kind == "chars":
         raise UserError(f"{vocabulary.name}: its words are characters, and GGUF has no tokenizer "
                         "of these; expected bytes, or joined bytes: prepro_tinyshakespeare.py "
@@ -174,7 +175,7 @@ def gguf_parts(path, c, tensors, dtype, ids, stored_as, template=None):
     try:
         words = own_words(own) if own else known_words(c, ids)
     except UserError as e:
-        if own:
+        if own and not own.is_ids:
             raise
         print(f"no tokenizer is written: {e}")
         words = None
