@@ -208,6 +208,10 @@ class Cached:
         self.device.launch("token_embedding", count * C, self.acts.residual, self.batch.tokens,
                            places, p.wte, getattr(p, "wpe", None), count, C)
 
+    def head_forward(self, rows):
+        """As GPT2's; nobody reads the logits of a pass that fills the cache."""
+        return self.acts.logits[:1] if self.filling else super().head_forward(rows)
+
     def attention_forward(self, out, lse, qkv):
         """As GPT2's. In a pass that fills the cache, keep the keys and values; behind tokens that
         are kept, attend to these, too."""
