@@ -139,7 +139,8 @@ class Plain:
     end = "<|endoftext|>"
     names = [end]  # of special tokens
     jinja = dict(begin=end, answer="Assistant:", turn=(
-        "{{ message.role | capitalize }}: {{ message.content }}"
+        "{{ message.role | capitalize }}:{{ '' if message.content.startswith(' ') else ' ' }}"
+        "{{ message.content }}"
         "{% if message.role == 'assistant' %}<|endoftext|>{% else %}{{ '\\n' }}{% endif %}"))
 
     def __init__(self, encode, eot):
@@ -154,8 +155,8 @@ class Plain:
         return [*self.encode(f"{role.capitalize()}:")]
 
     def said(self, role, text):
-        """The ids of what it says."""
-        return [*self.encode(f" {text}"),
+        """The ids of what it says: behind one space, which an answer of the model brings itself."""
+        return [*self.encode(f" {text.removeprefix(' ')}"),
                 *([self.eot] if role == "assistant" else self.encode("\n"))]
 
 

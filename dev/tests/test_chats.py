@@ -4,7 +4,6 @@ import contextlib
 import io
 import json
 import sys
-from importlib.util import find_spec
 from unittest import mock
 
 import numpy as np
@@ -20,7 +19,6 @@ from dev.features import sample
 from dev.llama3 import tokens as llama_tokens
 from dev.tests.checks import check, check_refusal
 from dev.tests.trainings import call, place_of
-from dev.tools.convert import main as convert
 from train_gpt2 import read_tokens
 
 BYTE_WORDS = Vocabulary([*BYTES, END], 256)
@@ -72,13 +70,16 @@ def test_templates():
 def test_jinja():
     """Its text has the tokens of training; what training lacks is refused."""
     from transformers.utils.chat_template_utils import render_jinja_template as rendered
-    hard = [("system", "Be brief. "), ("user", " Who?\n\n"), ("assistant", "\n I.\t"), ("user", "")]
+    hard = [("system", "Be brief. "), ("user", "  Who?\n\n"), ("assistant", " He."),
+            ("assistant", "\n I.\t"), ("user", "")]
     for words in (BYTE_WORDS.encoding, llama_words()):
         template = template_of_encoding(words)
         jinja = dict(chat_template=chats.jinja_of(template), add_generation_prompt=True)
         [text], _ = rendered([[dict(role=role, content=said) for role, said in hard]], **jinja)
         wish = tokens_of_conversation(template, hard)[0] + template.turn("assistant")
         check(words.name, words.encode(text, allowed_special="all") == wish, text)
+        said = template.said("assistant", " I.")  # as a model has written it
+        check("an answer's own space", said == template.said("assistant", "I."), said)
         for role, text, wish in (("tool", "", "role tool: expected a text, and one of .*'user'"),
                                  ("user", [{"text": "Who?"}], "role user: expected a text"),
                                  ("user", f"a{template.end}", "has <.e.*, a special token")):
@@ -222,7 +223,7 @@ def check_lost(folder):
 
 def test_fine_tuning(device_name, folder, monkeypatch):
     """Steps on conversations have the rows' length without -t, and --sample and --chat answer in
-    the template, up to its end; exports do so in transformers, and in llama.cpp if it is here."""
+    the template, up to its end."""
     monkeypatch.chdir(folder)
     write_chats(folder / "chats.jsonl", 40)
     prepare(own_text, "--input", "chats.jsonl", "--chat", "--vocab", "bytes", "--row", 96)
@@ -249,20 +250,3 @@ def test_fine_tuning(device_name, folder, monkeypatch):
         check("--chat", (text, given) == (" It is 7.\n", [asked]), (text, given))
     status, _, error = call("--answer", "1", *place)
     check("--answer alone", status and "--answer: expected --sample too" in error, error)
-    asked = [{"role": "user", "content": "Number 7?"}]
-    convert(["log", "hf", "--dtype", "fp32"])
-    from transformers import pipeline
-    answer = pipeline("text-generation", "hf")(asked, max_new_tokens=20, do_sample=False)
-    found = [answer[0]["generated_text"][-1]["content"]]
-    if find_spec("xllamacpp"):
-        from xllamacpp import CommonParams, Server
-        params = CommonParams()
-        params.model.path = "chat.gguf"
-        convert(["log", "chat.gguf", "--dtype", "fp32"])
-        answer = Server(params).handle_chat_completions(dict(
-            messages=asked, max_tokens=20, temperature=0))
-        found.append(answer["choices"][0]["message"]["content"])
-    _, wish, _ = call("-e", "log", "--sample", "Number 7?", "--answer", 1, "--temperature", 0,
-                      "-g", 20, "--device", "cpu")
-    found = {f"Number 7?\n{text}\n" for text in found}
-    check("exports answer as --answer does", found == {wish}, (found, wish))

@@ -1,19 +1,27 @@
 """Test that --chat remembers: a model that was fine-tuned for it answers by what an earlier turn
-said, each token is passed once, and at T the oldest turns leave."""
+said, each token is passed once, and at T the oldest turns leave. Its exports answer the same."""
 import io
 import json
+import os
 import re
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import pytest
 
 from dev.data import own_text
+from dev.data.chats import Llama, Plain, template_of_encoding, tokens_of_conversation
 from dev.features.kv_cache import Cached
-from dev.tests.checks import check
-from dev.tests.test_chats import prepare
+from dev.tests.checks import TOP, check
+from dev.tests.test_chats import BYTE_WORDS, llama_words, prepare
 from dev.tests.test_controls import heard
 from dev.tests.trainings import call
+from dev.tools.gguf_file import MESSAGES
 from train_gpt2 import next_logits
 
 @pytest.fixture(scope="module")
@@ -87,3 +95,66 @@ def test_passes(run):
     # The last token that is drawn, <|endoftext|>, is not passed
     wish = [len(tokens) + len(drawn) - 1 for tokens, drawn in (calls[1], calls[3])]
     check("passes", sum(passed) == sum(wish), (passed, wish))
+
+
+def test_exports(run, folder):
+    """The recipe has transformers, and llama.cpp if it is here, answer two turns as --chat does;
+    turns beyond T are refused."""
+    for name in ("train_gpt2.py", "kernels.cu", "dev"):
+        (folder / name).symlink_to(TOP / name)
+    (folder / "names").symlink_to(run)
+
+    def export(*arguments):
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        done = subprocess.run(["dev/tools/recipes/export.sh", *arguments], cwd=folder, text=True,
+                              capture_output=True, env=os.environ | {"PATH": path})
+        return done.returncode, done.stdout, done.stderr
+
+    status, text, error = export("names", "I am Bob.", "Who am I?")
+    check("answers", not status and "--chat answers:\n Hi.\n Bob.\n" in text, text + error)
+    programs = ["transformers", *["llama_cpp"] * bool(find_spec("xllamacpp"))]
+    found = re.findall("^(.*): the same$", text, re.M)
+    check("the same", found[:2] == programs, text + error)
+    for wish, *arguments in (("the turns have more tokens than the model sees", "names", *"abcd"),
+                             ("none: expected a run's folder", "none", "a")):
+        status, _, error = export(*arguments)
+        check(wish, status == 1 and f"error: {wish}" in error, error)
+    check_modelfile((folder / "names.Modelfile").read_text())
+
+
+def check_modelfile(text):
+    """Ollama's file names what it needs; its template makes the text that Jinja's makes."""
+    head, template = text.split('TEMPLATE """')
+    check("its head", head == 'FROM ./names.gguf\nPARAMETER num_ctx 72\nPARAMETER stop '
+          '"<|endoftext|>"\n', head)
+    if not shutil.which("go"):
+        return
+    said = [dict(Role=role, Content=content) for role, content in (
+        ("system", "Be brief."), ("user", "Who?\n"), ("assistant", " I. "), ("user", ""))]
+    Path("render.go").write_text(RENDER)
+    for kind, given in ((Plain, template.removesuffix('"""\n')), (Llama, MESSAGES[Llama])):
+        if kind is Llama:  # which trims, and Go cannot
+            said = [each | dict(Content=each["Content"].strip()) for each in said]
+        asked = json.dumps(dict(Text=given, Messages=said))
+        found = subprocess.run(["go", "run", "render.go"], input=asked, capture_output=True,
+                               text=True, check=True).stdout
+        words = BYTE_WORDS.encoding if kind is Plain else llama_words()
+        own = template_of_encoding(words)
+        wish = tokens_of_conversation(own, [(each["Role"], each["Content"]) for each in said])[0]
+        wish += own.turn("assistant")
+        # llama.cpp begins a text with Llama's <|begin_of_text|>
+        wish = wish[1:] if kind is Llama else wish
+        tokens = words.encode(found, allowed_special="all")
+        check(f"{kind.__name__} in Go", tokens == wish, found)
+
+
+RENDER = """package main
+
+import ("encoding/json"; "os"; "text/template")
+
+func main() {
+    var given struct { Text string; Messages []struct{ Role, Content string } }
+    json.NewDecoder(os.Stdin).Decode(&given)
+    template.Must(template.New("").Parse(given.Text)).Execute(os.Stdout, given)
+}
+"""

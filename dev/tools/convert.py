@@ -5,7 +5,7 @@ and a checkpoint to GGUF.
     python -m dev.tools.convert FOLDER OUT.bin            # or from the hub: meta-llama/Llama-3.2-1B
     python -m dev.tools.convert FILE.safetensors OUT.bin  # GPT-2, if there is no config.json
     python -m dev.tools.convert IN.bin FOLDER             # a folder that transformers loads
-    python -m dev.tools.convert IN.bin OUT.gguf           # for llama.cpp: see gguf_file.py
+    python -m dev.tools.convert IN.bin OUT.gguf           # for llama.cpp, Ollama: gguf_file.py
 
 IN.bin may be a run's folder: its newest checkpoint.
 
@@ -342,9 +342,13 @@ def checkpoint_to_gguf(path, target, dtype=None, chat=None):
     c, stored, header = open_checkpoint(path)
     _, names = gguf_file.ARCHITECTURES[type(c)]
     tensors = dict(named_tensors(path, c, stored, header, names))
-    parts = gguf_file.gguf_parts(path, c, tensors, dtype or stored, TEXT_IDS, stored_as,
-                                 chat_template(path, c, chat))
+    template = chat_template(path, c, chat)
+    parts = gguf_file.gguf_parts(path, c, tensors, dtype or stored, TEXT_IDS, stored_as, template)
     replace_file(target, told(parts, sum(tensor.size for tensor in tensors.values())))
+    if template:
+        beside = Path(target).with_suffix(".Modelfile")
+        replace_file(beside, [gguf_file.modelfile(target, c, template).encode()])
+        print(f"wrote {beside}: ollama create {beside.stem} -f {beside}")
 
 
 def checkpoint_to_folder(path, folder, dtype=None, chat=None):

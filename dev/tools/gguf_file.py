@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from dev.common.config import Config
-from dev.data.chats import jinja_of
+from dev.data.chats import Llama, Plain, jinja_of
 from dev.data.vocabulary import letters
 from dev.features.tokenizer import GPT2_SIZES, vocabulary_of_run, words_of
 from dev.llama3.train_llama3 import Config3
@@ -143,6 +143,29 @@ def tokenizer_of(words, V):
     fields = {"model": "gpt2", "pre": words.rule, "tokens": tokens, "token_type": kinds,
               "merges": merges, "bos_token_id": words.begin, "eos_token_id": words.end}
     return {f"tokenizer.ggml.{name}": value for name, value in fields.items()}
+
+
+
+# ---- For Ollama
+
+# Templates of conversations in Go's text/template. A message is given as the model wrote it, so it
+# may begin with its space. Llama's <|begin_of_text|> is added by llama.cpp.
+MESSAGES = {
+    Plain: """<|endoftext|>{{ range .Messages }}
+{{- if eq .Role "assistant" }}Assistant:{{ else if eq .Role "system" }}System:{{ else }}User:
+{{- end }}{{ if ne (printf "%.1s" .Content) " " }} {{ end }}{{ .Content }}
+{{- if eq .Role "assistant" }}<|endoftext|>{{ else }}{{ "\\n" }}{{ end }}{{ end }}Assistant:""",
+    Llama: """{{ range .Messages }}<|start_header_id|>{{ .Role }}<|end_header_id|>
+
+{{ .Content }}<|eot_id|>{{ end }}<|start_header_id|>assistant<|end_header_id|>
+
+"""}
+
+
+def modelfile(path, c, template):
+    """The text of a Modelfile, by which Ollama imports the GGUF file of a model that answers."""
+    return (f"FROM ./{Path(path).name}\nPARAMETER num_ctx {c.maxT}\nPARAMETER stop "
+            f'"{template.end}"\nTEMPLATE """{MESSAGES[type(template)]}"""\n')
 
 
 # ---- Tensors
