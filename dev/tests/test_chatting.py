@@ -119,11 +119,16 @@ def test_exports(run, folder):
                              ("none: expected a run's folder", "none", "a")):
         status, _, error = export(*arguments)
         check(wish, status == 1 and f"error: {wish}" in error, error)
-    check_modelfile((folder / "names.Modelfile").read_text())
+    check_ollama(folder / "names.gguf", (folder / "names.Modelfile").read_text())
 
 
-def check_modelfile(text):
-    """Ollama's file names what it needs; its template makes the text that Jinja's makes."""
+def check_ollama(path, text):
+    """The file has the fields that Ollama reads, and of these types; its Modelfile names what it
+    needs, and has a template that makes the text that Jinja's makes."""
+    from gguf import GGUFReader
+    fields = GGUFReader(path).fields
+    kinds = {name: fields[name].types[-1].name if name in fields else None for name in OLLAMA}
+    check("its fields", kinds == OLLAMA, kinds)
     head, template = text.split('TEMPLATE """')
     check("its head", head == 'FROM ./names.gguf\nPARAMETER num_ctx 72\nPARAMETER stop '
           '"<|endoftext|>"\n', head)
@@ -148,6 +153,11 @@ def check_modelfile(text):
         check(f"{kind.__name__} in Go", tokens == wish, found)
 
 
+OLLAMA = {"general.architecture": "STRING", "general.file_type": "UINT32",
+          "tokenizer.ggml.model": "STRING", "tokenizer.ggml.tokens": "STRING",
+          "tokenizer.ggml.eos_token_id": "UINT32"} | {f"gpt2.{name}": "UINT32" for name in (
+              "block_count", "context_length", "embedding_length", "feed_forward_length",
+              "attention.head_count", "attention.head_count_kv")}
 RENDER = """package main
 
 import ("encoding/json"; "os"; "text/template")

@@ -22,6 +22,8 @@ if ! [ -d "$run" ] || [ $# -lt 2 ]; then
 fi
 shift
 name=$(basename "$run")
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
 rm -rf "${name}_hf"
 python -m dev.tools.convert "$run" "${name}_hf" --dtype fp32 --chat
 python -m dev.tools.convert "$run" "$name.gguf" --dtype fp32 --chat
@@ -30,15 +32,15 @@ if grep -q '"model_type": "llama"' "${name}_hf/config.json"; then
     trainer=(-m dev.llama3.train_llama3)
 fi
 printf '%s\n' "$@" | python "${trainer[@]}" -e "$run" --chat --answer --temperature 0 -g 64 --device cpu \
-    > "$name.answers" 2> "$name.notes"
-if grep -q '^(forgot' "$name.notes"; then
+    > "$work/answers" 2> "$work/notes"
+if grep -q '^(forgot' "$work/notes"; then
     echo "error: the turns have more tokens than the model sees (T): expected fewer, or shorter ones" >&2
     exit 1
 fi
-python - "$name" "$@" <<'END'
+python - "$name" "$work/answers" "$@" <<'END'
 import json, os, pathlib, shutil, subprocess, sys, urllib.request
 from importlib.util import find_spec
-name, turns = sys.argv[1], sys.argv[2:]
+_, name, answers, *turns = sys.argv
 
 
 def transformers():
@@ -68,7 +70,7 @@ def ollama():
     return answer
 
 
-wish = pathlib.Path(f"{name}.answers").read_text()
+wish = pathlib.Path(answers).read_text()
 print(f"--chat answers:\n{wish}", end="")
 differs = []
 for program, here, install in ((transformers, find_spec("transformers"), "pip install transformers torch"),
