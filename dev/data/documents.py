@@ -29,9 +29,9 @@ FLAGS = [
 ]
 
 
-def input_files(inputs, kinds=KINDS):
-    """The files that --input names: each itself, those of these kinds in and below a folder, or
-    those that match a pattern. A file is named twice if two inputs have it. Raises UserError."""
+def input_files(inputs):
+    """The files that --input names: each itself, those of KINDS in and below a folder, or those
+    that match a pattern. A file is named twice if two inputs have it. Raises UserError."""
     files = []
     for name in inputs:
         paths = [Path(name)] if Path(name).exists() else sorted(map(Path, glob.glob(
@@ -42,9 +42,9 @@ def input_files(inputs, kinds=KINDS):
                             "patterns")
         for path in paths:
             found = [path] if path.is_file() else sorted(
-                each for each in path.rglob("*") if each.suffix.lower() in kinds and each.is_file())
+                each for each in path.rglob("*") if each.suffix.lower() in KINDS and each.is_file())
             if not found:
-                raise UserError(f"{path}: has none of {', '.join(kinds)}; expected a folder of "
+                raise UserError(f"{path}: has none of {', '.join(KINDS)}; expected a folder of "
                                 "such files, or a quoted pattern for text files with other names")
             files += found
     return files
@@ -131,12 +131,11 @@ def checked_name(name):
     return name
 
 
-def name_of(flags, kinds=KINDS):
-    """The name of the data set, or None for tinyshakespeare. kinds: as for input_files. Raises
-    UserError."""
+def name_of(flags):
+    """The name of the data set, or None for tinyshakespeare. Raises UserError."""
     name, inputs = flags.name, flags.input or ()
     if not name and inputs:
-        path, _ = Path(inputs[0]), input_files(inputs, kinds)
+        path, _ = Path(inputs[0]), input_files(inputs)
         if len(inputs) > 1 or not path.exists():
             raise UserError(f"--input {' '.join(inputs)}: is no single file or folder, whose name "
                             "the tokens would have; expected --name too")

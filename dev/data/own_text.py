@@ -21,8 +21,7 @@ from dev.common.flags import parse_flags
 from dev.common.program import run_main
 from dev.common.time_left import TimeLeft
 from dev.data import chats, ids
-from dev.data.documents import (FLAGS as DOCUMENTS, KINDS, documents_of, input_files, name_of,
-                                said)
+from dev.data.documents import FLAGS as DOCUMENTS, documents_of, input_files, name_of, said
 from dev.data.text import both
 from dev.data.vocabulary import (BYTES, MOST, interruptible, read_vocabulary, tokenizer_path,
                                  vocabulary_bytes, vocabulary_of, write_vocabulary)
@@ -86,12 +85,11 @@ def main(arguments=None):
     chats.check_flags(flags)
     own = flags.vocab != "gpt2"
     default = "tinyshakespeare" + own * f"_{Path(flags.vocab).stem}"
-    kinds = ids.KINDS if flags.vocab_size else KINDS
-    name = name_of(flags, kinds) or (default if own else None)
+    name = name_of(flags) or (default if own else None)
     pattern = f"data/{name}/{name}_{{}}.bin" if name else DATA
-    files = input_files(flags.input or (), kinds)
-    if ids.has_ids(flags, files):
-        tokens = np.concatenate([ids.read_ids(path, flags.vocab_size) for path in files])
+    files = input_files(flags.input or ())
+    if flags.vocab_size or any(path.suffix.lower() in ids.KINDS for path in files):
+        tokens = ids.read_files(files, flags)
         return write_set(pattern, tokens, ids.vocabulary_of_ids(flags.vocab_size))
     if not flags.input and not own and not flags.documents:
         flags.documents = "blank-lines"  # as in llm.c's files

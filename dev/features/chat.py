@@ -61,7 +61,7 @@ class Chatting:
         """Do what a line says. Raises UserError."""
         word = line.strip()
         if word == "/reset":
-            note(f"forgot {turns(len(self.turns))}" if self.turns else "nothing to forget yet")
+            note(f"turns forgotten: {len(self.turns)}")
             self.turns = []
         elif re.fullmatch(r"/\w+", word):
             raise UserError(f"{word} is no command; expected /reset, or a text; Ctrl-D ends the "
@@ -84,7 +84,7 @@ class Chatting:
         print(flush=True)
         turn[begin:] = self.ended(turn[begin:])
         if len(self.turns) < count:
-            note(f"forgot the oldest {turns(count - len(self.turns))} of {count}: the model sees "
+            note(f"oldest turns forgotten: {count - len(self.turns)} of {count}; the model sees "
                  f"T = {self.T:,} tokens (-t)")
 
     def drawn_behind(self, turn):
@@ -106,7 +106,7 @@ class Chatting:
         tokens = [*self.opening(), *itertools.chain(*self.turns)]
         if len(tokens) > self.T and len(self.turns) > 1:
             while len(tokens) > self.T // 2 and len(self.turns) > 1:
-                self.turns.pop(0)
+                del self.turns[0]
                 tokens = [*self.opening(), *itertools.chain(*self.turns)]
             getattr(self.model, "forget", list)()  # what stays has other positions
         return tokens
@@ -117,14 +117,7 @@ class Chatting:
 
     def turn_of(self, text):
         """The tokens of a line: behind a newline, if there are turns before it."""
-        return [*(self.newline if self.turns else ()), *self.tokens_of(text)]
-
-    @functools.cached_property
-    def newline(self):
-        try:
-            return self.encode("\n")
-        except UserError:  # its characters have none
-            return []
+        return self.tokens_of(f"\n{text}" if self.turns else text)
 
     def ended(self, tokens):
         """The tokens of an answer, up to the text that ends it."""
@@ -169,10 +162,6 @@ def template_of_model(c, vocabulary):
         return chats.template_of_vocabulary(vocabulary)
     return chats.template_of_encoding(c.encoding() if hasattr(c, "words")
                                       else encoding_of_model(c.V))
-
-
-def turns(count):
-    return f"{count} turn{'s'[: count - 1]}"
 
 
 def note(text):

@@ -208,9 +208,9 @@ class Sampling:
 
     def find_length(self):
         """-t, or T of the run that trained the checkpoint, and no positions beyond; else maxT."""
-        notes = [read_notes(path, ())["flags"] for path in
-                 Path(self.name).parent.glob("run_????????.json")]
-        return self.flags.seq_len or max((each["seq_len"] for each in notes if "seq_len" in each),
+        notes = Path(self.name).parent.glob("run_????????.json") if self.from_file else ()
+        of_run = [read_notes(path, ())["flags"].get("seq_len") for path in notes]
+        return self.flags.seq_len or max(filter(None, of_run),
                                          default=min(self.config.maxT, LONGEST))
 
     def tokens_of(self, text):
@@ -257,8 +257,6 @@ class Controlled:
 
     def open_data(self):
         super().open_data()
-        if self.flags.stop and self.vocabulary:
-            self.vocabulary.check_text("--stop", OF_IDS)
         self.text, self.prompt = self.flags.sample_prompt, []
         if self.text:
             self.text = read_prompt("--sample-prompt", self.text)

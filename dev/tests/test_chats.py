@@ -222,8 +222,8 @@ def check_lost(folder):
 
 
 def test_fine_tuning(device_name, folder, monkeypatch):
-    """Steps on conversations have the rows' length without -t, and --sample and --chat answer in
-    the template, up to its end."""
+    """Steps on conversations have the rows' length without -t, and --sample answers in the
+    template, up to its end."""
     monkeypatch.chdir(folder)
     write_chats(folder / "chats.jsonl", 40)
     prepare(own_text, "--input", "chats.jsonl", "--chat", "--vocab", "bytes", "--row", 96)
@@ -238,15 +238,9 @@ def test_fine_tuning(device_name, folder, monkeypatch):
         given.append(tokens)
         return iter([*b" It is 7.", 256, *b"User: no"])
 
-    asked = [256, *b"User: Number 7?\nAssistant:"]
     with mock.patch.object(sample, "generate", generate):
         _, text, _ = call("-e", "log", "--sample", "\ufeffNumber\r\n7?", "--answer", "1", *place)
         wish = "Number\n7?\n It is 7.\n", [[256, *b"User: Number\n7?\nAssistant:"]]
         check("--sample", (text, given) == wish, (text, given))
-        given.clear()
-        with mock.patch.object(sys, "stdin", mock.Mock(
-                buffer=[b"Number 7?\n"], isatty=lambda: False)):
-            _, text, _ = call("-e", "log", "--chat", "1", "--answer", "1", *place)
-        check("--chat", (text, given) == (" It is 7.\n", [asked]), (text, given))
     status, _, error = call("--answer", "1", *place)
     check("--answer alone", status and "--answer: expected --sample too" in error, error)

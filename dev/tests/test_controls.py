@@ -251,7 +251,7 @@ def test_chat(folder):
                 alone, _ = sampled(program, path, "--sample", prompt, "--seed", seed, "-g", 9)
                 check(f"{name}: seed {seed}", alone.removeprefix(prompt) in text, text)
             check(f"{name}: what is said", re.findall("^(?!WARNING).+", error, re.M) == [
-                "seed 4 (--seed)", "(forgot 2 turns)"], error)
+                "seed 4 (--seed)", "(turns forgotten: 2)"], error)
         for stdin in (b"", b"\n\n"):
             check(f"{stdin}: no prompt", sampled(program, path, "--chat", stdin=stdin)[0] == "")
         text, error = sampled(program, path, "--chat", "--seed", 4, "--stop", "zz",
@@ -260,7 +260,7 @@ def test_chat(folder):
             "error: line 2: byte 0 is not UTF-8; it is skipped",
             f"error: line 3: 'x' (U+0078) is none of the 8 characters of {folder}/"
             "chars_tokenizer.bin: leave it out, or train with --vocab bytes; it is skipped",
-            "(forgot 1 turn)", "(nothing to forget yet)",
+            "(turns forgotten: 1)", "(turns forgotten: 0)",
             "error: line 6: /quit is no command; expected /reset, or a text; Ctrl-D ends the chat; "
             "it is skipped"], error)
         alone, _ = sampled(program, path, "--sample", "B", "--seed", 5)

@@ -365,7 +365,7 @@ def test_in_training(folder):
 
     def first(words, tokens, V=257):
         return Controlled.first_token(SimpleNamespace(
-            config=SimpleNamespace(EOT=50256, V=V), words=lambda: words,
+            config=SimpleNamespace(EOT=50256, V=V), vocabulary=None, words=lambda: words,
             train_data=SimpleNamespace(tokens=np.uint16(tokens))))
 
     each = {i: bytes([i]) for i in range(256)} | {256: b"<|endoftext|>"}

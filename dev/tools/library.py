@@ -29,7 +29,6 @@ from dev.llama3.train_llama3 import META, Llama3
 from dev.tools.architecture import checkpoint_of, find_architecture
 from train_gpt2 import UserError
 
-LONGEST = 1024  # T of a model that is loaded without seq_len, at most
 VALUES = str | int | float | np.number | os.PathLike
 ELSEWHERE = "instead of training", "several GPUs"  # groups of flags that only the program has
 
@@ -171,9 +170,6 @@ class Model:
 class Loaded:
     """A run that makes its model, and does nothing with it."""
 
-    def find_length(self):
-        return self.flags.seq_len or min(self.config.maxT, LONGEST)
-
     def run(self):
         self.choose_model()
         self.device = self.make_device()
@@ -226,8 +222,8 @@ def training_of(name, given, front=(), **more):
 def load(name, **flags):
     """The Model of a checkpoint, of the newest one in a run's folder, or of random parameters:
     "2x4x128" (layers x heads x channels), "d12", "llama3:2x4x128". Random models have GPT-2's
-    words, and always the same parameters for the same seed=. T is maxT, at most 1,024, or seq_len=.
-    Raises UserError."""
+    words, and always the same parameters for the same seed=. T is seq_len=, or that of the
+    checkpoint's run, or maxT, at most 1,024. Raises UserError."""
     training = training_of(name, {"seed": 42, "batch_size": 1} | flags, [Loaded], sample="")
     training.run()
     return Model(training)
