@@ -23,6 +23,8 @@ FLAGS = [(None, "--vocab-size", number(int, 2, MOST + 1), None, "the input is id
 
 def read_files(paths, flags):
     """The ids of all files. Raises UserError."""
+    if not paths:
+        raise UserError("--vocab-size: expected --input too, .npy or .bin files of ids")
     for name, default in TEXTS.items():
         if getattr(flags, name) != default:
             raise UserError(f"--{name} {getattr(flags, name)}: is for texts, and the input is ids; "

@@ -64,6 +64,8 @@ def test_refusals(folder, monkeypatch):
             ("--vocab chars: is for texts, and the input is ids", "good.npy", "--vocab", "chars")):
         size = () if "--vocab-size" in arguments or "too" in wish else ("--vocab-size", 600)
         check_refusal(wish, wish, prepare, own_text, "--input", *arguments, *size)
+    check_refusal("no input", "--vocab-size: expected --input too", prepare, own_text,
+                  "--vocab-size", 9)
 
 
 def test_model(folder, monkeypatch):
