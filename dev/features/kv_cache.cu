@@ -330,7 +330,10 @@ __device__ void attend(Out out, real* keys, real* values, float* parts, int* arr
     for (int i = threadIdx.x; own < CHUNK && i < HS; i += blockDim.x) {
         from_float(newest[i], turned(raw + GROUP * HS, i, turn));
         from_float(newest[HS + i], raw[(GROUP + 1) * HS + i]);
-        if (!kept) k[own * HS + i] = newest[i], v[own * HS + i] = newest[HS + i];
+        if (!kept) {
+            k[own * HS + i] = newest[i];
+            v[own * HS + i] = newest[HS + i];
+        }
     }
     __syncthreads();
 
@@ -442,8 +445,8 @@ __device__ void attend(Out out, real* keys, real* values, float* parts, int* arr
     }
 }
 
-// attend, of B sequences, or if `kept` of B tokens of one. Items: B*NKV heads along x; along y the positions, up to T, that queries
-// may have.
+// attend, of B sequences, or if `kept` of B tokens of one. Items: B*NKV heads along x; along y the
+// positions, up to T, that queries may have.
 BLOCK(256, 1, 256)
 extern "C" __global__ void __launch_bounds__(256) token_attention(
     real* __restrict__ out, real* keys, real* values, float* parts, int* arrived,
