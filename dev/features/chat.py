@@ -115,9 +115,18 @@ class Chatting:
         """The tokens before the first turn."""
         return []
 
+    @functools.cached_property
+    def between(self):
+        """What stands between turns: a newline, or nothing if that is none of the characters."""
+        try:
+            self.encode("\n")
+        except UserError:
+            return ""
+        return "\n"
+
     def turn_of(self, text):
         """The tokens of a line: behind a newline, if there are turns before it."""
-        return self.tokens_of(f"\n{text}" if self.turns else text)
+        return self.tokens_of(self.between + text if self.turns else text)
 
     def ended(self, tokens):
         """The tokens of an answer, up to the text that ends it."""

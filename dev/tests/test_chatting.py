@@ -14,12 +14,14 @@ import numpy as np
 import pytest
 
 from dev.data import own_text
+from dev.features.chat import Chatting
 from dev.features.kv_cache import Cached
 from dev.tests.checks import TOP, check
 from dev.tests.test_chats import prepare
 from dev.tests.test_controls import heard
 from dev.tests.trainings import call
-from train_gpt2 import next_logits
+from train_gpt2 import UserError, next_logits
+
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
@@ -50,6 +52,17 @@ def chat(run, text, *more):
                                    "cpu", *more)
     assert status == 0, error
     return text, error
+
+
+def test_between():
+    """Turns have a newline between them, if the model has one."""
+    for words, wish in (("AB\n", "\n"), ("AB", "")):
+        class Chat(Chatting):
+            def encode(self, text, words=words):
+                if set(text) - set(words):
+                    raise UserError(f"{text!r} is none of {words!r}")
+
+        check(f"{words!r}", Chat().between == wish)
 
 
 def test_remembers(run):
