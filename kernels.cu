@@ -229,8 +229,8 @@ __device__ size_t first_number() { return W * ((size_t)blockIdx.x * blockDim.x +
 __device__ int row_of_number(size_t i, int C) { return (unsigned)(i / W) / (C / W); }
 
 // An array that a kernel writes and a matrix product reads; the host passes its pointer. In dev/,
-// -DOUTPUT=<file> brings others, which also write 8-bit copies or sum columns: a thread calls begin
-// before its stores, all lanes of a warp call end, and sum_columns follows a tile of attention's.
+// -DOUTPUT=<file> brings others, which also write 8-bit copies, sum columns or drop numbers of a
+// branch: a thread calls begin first, a warp's lanes end, and sum_columns follows attention's tile.
 #ifdef OUTPUT
 #include OUTPUT
 #else
@@ -239,7 +239,9 @@ struct Output {
     real* numbers;
     __device__ void begin() {}
     template <int n>
-    __device__ void store(size_t i, Pack<n> x) { ::store(numbers + i, x); }
+    __device__ void store(size_t i, Pack<n> x, Pack<n> = {}) { ::store(numbers + i, x); }
+    template <int n>
+    __device__ Pack<n> drop(size_t, Pack<n> x) { return x; }
     __device__ void end() {}
     template <class... Rows>
     __device__ void sum_columns(const Rows&...) {}
@@ -310,8 +312,7 @@ extern "C" __global__ void __launch_bounds__(1024) encoder_backward_wte(
     }
 }
 
-// dwpe (maxT,C)[t] = the sum over b of dout (B,T,C)[b,t], 0 beyond T; += with adds. Items: maxT*C
-// numbers.
+// dwpe (maxT,C)[t] = the sum over b of dout (B,T,C)[b,t], 0 beyond T; += with adds. Items: numbers.
 BLOCK(256, W * threads)
 extern "C" __global__ void encoder_backward_wpe(
     float* __restrict__ dwpe, const real* __restrict__ dout, int B, int T, int maxT, int C,
@@ -359,7 +360,9 @@ extern "C" __global__ void residual_layernorm_forward(
     Pack<4> v[packs_of<4, 32>];
     each_pack<4, 32>([&](int k, int c) { v[k] = load<4>(x + start + c); });
     if (branch) {
-        each_pack<4, 32>([&](int k, int c) { v[k] = v[k] + load<4>(branch + start + c); });
+        each_pack<4, 32>([&](int k, int c) {
+            v[k] = v[k] + out.drop(start + c, load<4>(branch + start + c));
+        });
         each_pack<4, 32>([&](int k, int c) { store(x + start + c, v[k]); });
     }
     float sum = 0.0f;
@@ -391,8 +394,7 @@ extern "C" __global__ void residual_layernorm_forward(
 //   partials (2, gridDim.x, C) = each block's sums of dout * norm, and of dout,
 // for add_partials. A warp has a row, or four warps a long one, and sums up columns in registers.
 // The next row is copied to shared memory (rows of a block, 2 stages, 3, C): some tens of KB are on
-// their way, so a block on a multiprocessor is enough. Items: blocks, as layernorm_backward_launch
-// chooses.
+// their way, so a block on a multiprocessor is enough. Items: blocks (layernorm_backward_launch).
 constexpr int ROW_THREADS = CHANNELS <= 1280 ? 32 : 128;
 // A thread's sums fit its registers: 48 in 168 at C = 768, 80 in 255 at 1280, 64 in 128 at 4096.
 constexpr int LAYERNORM_THREADS = CHANNELS <= 768 ? 384 : CHANNELS <= 1280 ? 256 : 512;
@@ -464,13 +466,14 @@ extern "C" __global__ void __launch_bounds__(LAYERNORM_THREADS, 1) layernorm_bac
             each_pack<W, ROW_THREADS>([&](int k, int c) {
                 Pack<W> v = load<W>(x + c), d = load<W>(dy + c);
                 Pack<W> g = load<W>(dx + c), w = load<W>(weight + c);
+                size_t at = (size_t)row * C + c;
                 for (int i = 0; i < W; i++) {
                     float norm = v[i] * s + minus_ms, dnorm = d[i] * w[i];
                     g[i] += s * (dnorm - average_dnorm - norm * average_dnorm_norm);
-                    float terms[] = {d[i] * norm, d[i], g[i]};  // the last for dev/
+                    float terms[] = {d[i] * norm, d[i], dresidual.drop(at, g)[i]};
                     for (int j = 0; j < Output::NORM_SUMS; j++) sums[j][k][i] += terms[j];
                 }
-                dresidual.store((size_t)row * C + c, g);
+                dresidual.store(at, g, dresidual.drop(at, g));
             });
         }
     }
@@ -496,8 +499,7 @@ extern "C" { __constant__ int layernorm_sizes[] = {
 
 // ---- the bias of a linear layer, backward: the sum of each column ----
 // out (OC) = the sum of each column of inp (N,OC); or += with adds. `lanes` of a block's 256
-// threads share a row, 16 bytes each. The loop's step is a constant, so that four loads are on
-// their way.
+// threads share a row, 16 bytes each. The loop has a constant step: four loads are on their way.
 template <int lanes, class T>
 __device__ void add_columns(
     float* __restrict__ out, const T* __restrict__ inp, int N, int OC, bool adds) {
@@ -521,8 +523,7 @@ __device__ void add_columns(
 
 // partials (gridDim.y, OC) = the sum of each column over each share of the rows of dout (N,OC), for
 // add_partials. A share is a multiple of 32 rows, so that each of 8 warps has four loads of 512
-// bytes on their way. On an H100 201 MB take 77 us, 2.6 TB/s. Items: OC columns along x, shares
-// along y.
+// bytes on their way. On an H100 201 MB take 77 us, 2.6 TB/s. Items: columns, and shares along y.
 BLOCK(256, 32 * W)
 extern "C" __global__ void __launch_bounds__(256, 4) matmul_backward_bias(
     float* __restrict__ partials, const real* __restrict__ dout, int N, int OC) {
@@ -664,8 +665,7 @@ extern "C" __global__ void __launch_bounds__(1024, 1) fused_classifier(
 // the next step: so once a loss or norm was not finite, stopped stays 1, and no step updates.
 struct Verdict { float norm, loss, update, stopped; };
 
-// verdict->loss = factor times the sum of losses (N), in fixed order; or += with adds. One block:
-// a second would write the same.
+// verdict->loss = factor times the sum of losses (N), in fixed order; or += with adds. One block.
 BLOCK(1024, 1)
 extern "C" __global__ void __launch_bounds__(1024) add_loss(
     Verdict* verdict, const float* __restrict__ losses, float factor, int N, int adds) {

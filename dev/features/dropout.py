@@ -14,16 +14,28 @@ dropped.)
 
 A branch is dropped in place, before the norm's kernel adds it to the stream. On the way back the
 gradient of the stream goes on unchanged, and a product with a branch's weights reads a dropped copy
-of it, back.dbranch. On a GPU that takes 4 more launches per layer and 8 passes over (N,C) numbers;
-and the biases' gradients need passes of their own, since fused_biases.py sums what is not dropped.
+of it, back.dbranch. That takes 4 more launches per layer and 8 passes over (N,C) numbers. On a GPU
+the norms' kernels themselves do it, by dropout.cuh, which leaves a pass, the writing of dbranch.
+The numbers are the same. FP8's twins of gradients are made elsewhere, so there the passes stay, and
+so do those for the biases' gradients, since fused_biases.py would sum what is not dropped.
 """
+import contextlib
+
+from dev.features import fused_biases
 from dev.features.base import Counted
-from dev.features.feature import Feature, Flag, kernels_of
+from dev.features.devices import address_of
+from dev.features.feature import Feature, Flag, is_fast, kernels_of
 from train_gpt2 import PARTIAL_ROWS, Row
 
 import numpy as np
 
 SOURCE = kernels_of(__file__)
+OUTPUT = SOURCE.with_suffix(".cuh")  # in place of kernels.cu's struct Output
+# What its struct adds to fused_biases.cuh's
+FIELDS = np.dtype([("counter", "u8"), ("part", "u8"), ("threshold", "u8"), ("n", "u8"),
+                   ("branch", "u8"), ("site", "i4"), ("scale", "f4"), ("key", "u8"),
+                   ("first", "u8")])
+NONE = np.zeros(1, FIELDS)
 
 
 # What makes a branch, and which site of its layer that is
@@ -100,6 +112,45 @@ class Dropped(Counted):
             self.dropping = True
 
 
+class DroppedOutputs(fused_biases.SummedOutputs):
+    """A mixin in front of a device: a norm's kernels drop numbers of a branch."""
+    OUTPUT = OUTPUT, fused_biases.OUTPUT
+    dropped = NONE  # what they drop
+
+    def output(self, array):
+        return [*super().output(array), *self.dropped.view(np.uint64)]
+
+
+class DroppedInside:
+    """A model on such a device: norms do what Dropped does beside them."""
+
+    def drop(self, kernel, out, inp, site):
+        """As Dropped.drop, of the stream alone."""
+        if kernel == "drop_stream":
+            super().drop(kernel, out, inp, site)
+
+    def norm_forward(self, y, branch):
+        with self.dropped(y, None):
+            super().norm_forward(y, branch)
+
+    def norm_backward(self, dx, dout, y):
+        """As the model's. Below the first norm are the embeddings, which read dx."""
+        with self.dropped(y, dx if (y.name, y.l) == ("ln1", 0) else self.back.dbranch):
+            super().norm_backward(dx, dout, y)
+
+    @contextlib.contextmanager
+    def dropped(self, y, gradient):
+        """Inside, a kernel of the norm y drops numbers of the branch before it, or makes the
+        branch's gradient."""
+        P = self.flags.dropout if self.dropping else 0.0
+        adam, site = self.adam, 2 * y.l + (y.name == "ln2")
+        fields = (address_of(adam.counter), address_of(adam.part), round(P * 2**32), y.out.size,
+                  0 if gradient is None else address_of(gradient), site, 1 / (1 - P), 0, 0)
+        self.device.dropped = np.array([fields], FIELDS)
+        yield
+        self.device.dropped = NONE
+
+
 class DroppedTraining:
     """A run of such a model. A step that is looked at again drops what it dropped before."""
 
@@ -120,5 +171,8 @@ FEATURE = Feature(
     "dropout", lambda flags, ranks: flags.dropout, Dropped, DroppedTraining, sources=(SOURCE,),
     flags=(
         Flag(None, "--dropout", "fraction", 0.0, "P: in training, drop a share P of the embeddings "
-             "and of each layer's two outputs; attention's weights stay; on a GPU without the "
-             "chapter fused biases", "the update"),))
+             "and of each layer's two outputs; attention's weights stay", "the update"),))
+INSIDE = Feature(
+    "dropout in norms",
+    lambda flags, ranks: flags.dropout and is_fast(flags) and flags.dtype != "fp8", DroppedInside,
+    device=DroppedOutputs, sources=(fused_biases.SOURCE,))

@@ -11,8 +11,10 @@ struct Output {
     float* sums;  // see store_column_sums; null if nobody needs them
     __device__ void begin() {}
     template <int n>
-    __device__ void store(size_t i, Pack<n> x) { ::store(numbers + i, x); }
+    __device__ void store(size_t i, Pack<n> x, Pack<n> = {}) { ::store(numbers + i, x); }
     __device__ void end() {}
+    template <int n>
+    __device__ Pack<n> drop(size_t, Pack<n> x) { return x; }
     template <class Head, class Own>
     __device__ void sum_columns(const Head& head, const Own& own, const real* tile) {
         store_column_sums(sums, head, own, tile);

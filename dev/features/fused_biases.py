@@ -25,11 +25,12 @@ SOURCE = kernels_of(__file__)
 OUTPUT = SOURCE.with_suffix(".cuh")  # in place of kernels.cu's struct Output
 
 
-def output_switches(output):
-    """Compile kernels.cu with another struct Output. Compilers' caches know flags, but not included
-    files: so the file's checksum is a flag."""
+def output_switches(output, *included):
+    """Compile kernels.cu with another struct Output, whose file includes others. Compilers' caches
+    know flags, but not included files: so the files' checksum is a flag."""
+    texts = b"".join(path.read_bytes() for path in (output, *included))
     return [f"-I{output.parent}", f"-DOUTPUT=<{output.name}>",
-            f"-DOUTPUT_VERSION={zlib.crc32(output.read_bytes())}"]
+            f"-DOUTPUT_VERSION={zlib.crc32(texts)}"]
 
 
 def kernels_with_output(sources):
@@ -40,6 +41,7 @@ def kernels_with_output(sources):
 
 class SummedOutputs:
     """A mixin in front of a device: kernels get an Output with a place for sums of columns."""
+    OUTPUT = OUTPUT,  # the file with the struct, and those that it includes
     column_sums = None  # where the next kernels leave them; None: nowhere
 
     def __init__(self, dtype, c, beside=()):
@@ -47,15 +49,18 @@ class SummedOutputs:
         self.outputs = kernels_with_output([*c.SOURCES, *beside])
 
     def switches(self):
-        return [*super().switches(), *output_switches(OUTPUT)]
+        return [*super().switches(), *output_switches(*self.OUTPUT)]
 
     def launch(self, name, items, *args, **more):
         """As Cuda.launch."""
         if name in self.outputs:
-            sums = 0 if self.column_sums is None else address_of(self.column_sums)
-            struct = np.array([address_of(args[0]), sums], np.uint64)
-            args = struct.view("V16"), *args[1:]
+            struct = np.array(self.output(args[0]), np.uint64)
+            args = struct.view(f"V{struct.nbytes}"), *args[1:]
         super().launch(name, items, *args, **more)
+
+    def output(self, array):
+        """The fields of an array's struct Output, 8 bytes each."""
+        return [address_of(array), 0 if self.column_sums is None else address_of(self.column_sums)]
 
 
 def with_summed_outputs(device):
@@ -118,9 +123,9 @@ class FusedBiases:
         return self.layers[y.l - 1][0].fcproj.db if y.l else None
 
 
-# FP8 brings an Output of its own, with sums of columns too
+# FP8 brings an Output of its own, with sums of columns too, which does not drop numbers
 FEATURE = Feature(
-    "fused biases", lambda flags, ranks: (is_fast(flags) or flags.dtype == "fp8")
-    and not flags.dropout, FusedBiases,
+    "fused biases", lambda flags, ranks: not flags.dropout if flags.dtype == "fp8"
+    else is_fast(flags), FusedBiases,
     device=lambda flags: None if flags.dtype == "fp8" else SummedOutputs, only="GPT2",
     sources=(SOURCE,), chapter="fused biases")

@@ -62,6 +62,7 @@ ORDER = {
     "interrupted first run": "speaks in the place of signals, and samples after it",
     "signals": "sees a signal before late reports asks whether the run pauses",
     "tokenizer": "finds the vocabulary of the paths that own sizes chose",
+    "dropout in norms": "does inside a norm what dropout would do before it",
     "dropout": "drops before recompute 2, fp8 and others replace the layer's parts",
     "ema": "averages after the update, be it Muon's or that of bf16 moments",
     "symmetric products": "they take the place of Muon's",

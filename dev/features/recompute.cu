@@ -31,7 +31,9 @@ extern "C" __global__ void residual_layernorm_into(
     Pack<4> v[packs_of<4, 32>];
     each_pack<4, 32>([&](int k, int c) { v[k] = load<4>((branch ? before : x) + start + c); });
     if (branch) {
-        each_pack<4, 32>([&](int k, int c) { v[k] = v[k] + load<4>(branch + start + c); });
+        each_pack<4, 32>([&](int k, int c) {
+            v[k] = v[k] + out.drop(start + c, load<4>(branch + start + c));
+        });
         each_pack<4, 32>([&](int k, int c) { store(x + start + c, v[k]); });
     }
     float sum = 0.0f;

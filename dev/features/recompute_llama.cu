@@ -17,7 +17,9 @@ extern "C" __global__ void __launch_bounds__(256, 4) residual_rmsnorm_into(
         if (row < N) {
             each_row_pack<4>([&](int k, int c) { v[k] = load<4>((branch ? before : x) + start + c); });
             if (branch) {
-                each_row_pack<4>([&](int k, int c) { v[k] = v[k] + load<4>(branch + start + c); });
+                each_row_pack<4>([&](int k, int c) {
+                    v[k] = v[k] + out.drop(start + c, load<4>(branch + start + c));
+                });
                 each_row_pack<4>([&](int k, int c) { store(x + start + c, v[k]); });
             }
             each_row_pack<4>([&](int k, int c) {

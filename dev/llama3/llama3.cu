@@ -64,7 +64,9 @@ extern "C" __global__ void __launch_bounds__(256, 4) residual_rmsnorm_forward(
         if (row < N) {
             each_row_pack<4>([&](int k, int c) { v[k] = load<4>(x + start + c); });
             if (branch) {
-                each_row_pack<4>([&](int k, int c) { v[k] = v[k] + load<4>(branch + start + c); });
+                each_row_pack<4>([&](int k, int c) {
+                    v[k] = v[k] + out.drop(start + c, load<4>(branch + start + c));
+                });
                 each_row_pack<4>([&](int k, int c) { store(x + start + c, v[k]); });
             }
             each_row_pack<4>([&](int k, int c) {
@@ -152,7 +154,8 @@ extern "C" __global__ void __launch_bounds__(256, 2) rmsnorm_backward(
                     g[i] += s * (d[i] * w[i] - norm * average);
                     sums[k][i] += d[i] * norm;
                 }
-                dresidual.store((size_t)row * C + c, g);
+                size_t at = (size_t)row * C + c;
+                dresidual.store(at, g, dresidual.drop(at, g));
             });
         if (STAGES == 1) load_row(0, next);
     }

@@ -12,8 +12,10 @@ from dev.common.flags import parse_flags
 from dev.cpu.emulated import Emulated
 from dev.features import order
 from dev.features.base import GPT2, Training
-from dev.features.devices import make_device
-from dev.features.dropout import SOURCE
+from dev.features.devices import device_class, make_device
+from dev.features.dropout import SOURCE, DroppedInside, DroppedOutputs
+from dev.features.feature import stack
+from dev.features.fused_biases import SOURCE as FUSED, FusedBiases, SummedOutputs
 from dev.features.recompute import LLAMA_SOURCE, SOURCE as RECOMPUTE
 from dev.lab.kernels.adamw_bf16 import splitmix64
 from dev.llama3.train_llama3 import Config3, Llama3
@@ -47,11 +49,23 @@ def device_for(name, dtype, Model=GPT2):
     return make_device(name, dtype, CONFIGS[Model], beside=beside)
 
 
-def dropped_model(device_name, Model=GPT2, P=0.25, rank=0, count=1, flags=()):
-    """A model with --dropout, in step 3 of a run with seed 7."""
-    device = device_for(place_of(device_name), "fp32", Model)
+@functools.cache
+def summed_device(name, dtype, Model, inside):
+    """A device as on a GPU; inside: whose norms' kernels drop."""
+    mixins = [DroppedOutputs if inside else SummedOutputs]
+    beside = [SOURCE, RECOMPUTE, *[LLAMA_SOURCE] * (Model is Llama3), FUSED]
+    return stack(device_class(name), mixins)(dtype, CONFIGS[Model], beside)
+
+
+def dropped_model(device_name, Model=GPT2, P=0.25, rank=0, count=1, flags=(), device=None):
+    """A model with --dropout, in step 3 of a run with seed 7; with a device whose norms' kernels
+    drop, as on a GPU."""
+    inside = isinstance(device, DroppedOutputs)
+    device = device or device_for(place_of(device_name), "fp32", Model)
     given = "--dropout", f"{P}", "--seed", "7", *flags
-    model = model_class(Model, *given, rank=rank, count=count)(CONFIGS[Model], device, B, T)
+    plain = stack(Model, [FusedBiases] * (inside and Model is GPT2))
+    kind = stack(model_class(plain, *given, rank=rank, count=count), [DroppedInside] * inside)
+    model = kind(CONFIGS[Model], device, B, T)
     model.set_parameters((name, 4 * values if values.ndim > 2 else values)
                          for name, values in draw_parameters(CONFIGS[Model], 1))
     model.count_step(3)
@@ -152,6 +166,28 @@ def test_gradients(device_name):
     yield "a validation", model.forward(*given[0]), plain.forward(*given[0]), EXACT
     tokens = [3, 1, 4]
     yield "a sample's logits", model.next_logits(tokens), plain.next_logits(tokens), EXACT
+
+
+@pytest.mark.parametrize("Model", (GPT2, Llama3))
+def test_inside_norms(device_name, Model):
+    """Norms' kernels drop what Dropped drops beside them: the losses and gradients have the same
+    bits, but for the biases, whose sums have another order; also with --recompute, and in a
+    validation."""
+    beside, inside = (summed_device(device_name, "bf16", Model, inside) for inside in (False, True))
+    given = batches(2)
+
+    def of(device, level):
+        model = dropped_model(device_name, Model, flags=("--recompute", f"{level}"), device=device)
+        found = {"a validation": np.float32(model.forward(*given[0]))}
+        model.micros = 2
+        found |= gradients(model, *given)
+        return found | {"the loss": np.float32(model.verdict().loss)}
+
+    for level in (0, 1, 2):
+        expected = of(beside, level)
+        for name, value in of(inside, level).items():
+            bias = name in ("qkvb", "attprojb", "fcb", "fcprojb")
+            yield f"--recompute {level}: {name}", value, expected[name], 1e-5 if bias else EXACT
 
 
 def test_llama(device_name):

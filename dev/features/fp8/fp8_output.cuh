@@ -48,11 +48,13 @@ struct Output {
     }
 
     template <int n>
-    __device__ __forceinline__ void store(size_t i, Pack<n> x) {
+    __device__ __forceinline__ void store(size_t i, Pack<n> x, Pack<n> = {}) {
         if (numbers) ::store(numbers + i, x);
         if (twin) store_twin(i, x);
     }
 
+    template <int n>
+    static __device__ Pack<n> drop(size_t, Pack<n> x) { return x; }
     template <class Head, class Own>
     __device__ void sum_columns(const Head& head, const Own& own, const real* tile) {
         store_column_sums(sums, head, own, tile);

@@ -106,7 +106,7 @@ class SummedProducts:
     """A model on such a device: the product that computed dfch has summed it for its bias."""
 
     def linear_backward(self, *arrays, **more):
-        self.device.sums = getattr(self.back, "sums", None)  # not there with --dropout
+        self.device.sums = self.back.sums
         super().linear_backward(*arrays, **more)
 
     def sum_rows(self, dout):
