@@ -9,7 +9,7 @@ where top is the row's largest logit. Its gradient is softmax - t.
 */
 
 // losses (N) = the smoothed loss of each row of logits (N,Vp), which become its gradient times dloss, with zeros in the
-// padding. A block reads its row three times: for top, for the two sums, and for the gradient. Meanwhile the rows of
+// padding. A row whose target is -1 (see masked.py) has no loss, and a gradient of zeros. A block reads its row three times: for top, for the two sums, and for the gradient. Meanwhile the rows of
 // two blocks per multiprocessor stay in L2. fused_classifier shows how to read a row from memory only once. Items: N
 // rows.
 BLOCK(1024, 1)
@@ -17,6 +17,7 @@ extern "C" __global__ void __launch_bounds__(1024) smoothed_classifier(
     real* logits, float* __restrict__ losses, const int* __restrict__ targets, float dloss, float smoothing, int N,
     int V, int Vp) {
     int row = blockIdx.x, target = targets[row];
+    if (target < 0) V = 0;  // no word is read
     real* x = logits + (size_t)row * Vp;
     float top = LOWEST, exponentials = 0.0f, differences = 0.0f;
     for (int v = threadIdx.x; v < V; v += blockDim.x) top = fmaxf(top, to_float(x[v]));
@@ -29,7 +30,10 @@ extern "C" __global__ void __launch_bounds__(1024) smoothed_classifier(
     exponentials = block_reduce<warp_sum>(exponentials, 0.0f);
     differences = block_reduce<warp_sum>(differences, 0.0f);
     float right = 1.0f - smoothing, each = smoothing / V;  // the right word gets both
-    if (threadIdx.x == 0) losses[row] = logf(exponentials) - right * (to_float(x[target]) - top) - each * differences;
+    if (threadIdx.x == 0) {
+        float loss = logf(exponentials) - each * differences;
+        losses[row] = V ? loss - right * (to_float(x[target]) - top) : 0.0f;
+    }
     __syncthreads();  // the logit of the target has been read
     for (int v = threadIdx.x; v < Vp; v += blockDim.x) {
         float gradient = 0.0f;

@@ -2,24 +2,24 @@
 
 extern "C" {
 
-// known (N) = the targets (N), or 0 where one is -1. counted[0] = how many are not, or += with adds
-void count_targets(int* known, float* counted, const int* targets, int N, int adds) {
+// counted[0] = how many of the targets (N) are not -1, or += with adds
+void count_targets(float* counted, const int* targets, int N, int adds) {
     int count = 0;
-    for (int i = 0; i < N; i++) {
-        known[i] = targets[i] < 0 ? 0 : targets[i];
-        count += targets[i] >= 0;
-    }
+    for (int i = 0; i < N; i++) count += targets[i] >= 0;
     counted[0] = (adds ? counted[0] : 0.0f) + count;
 }
 
-// Where a target is -1, the row's loss becomes 0, and with_gradient its row of logits (N,Vp)
-void clear_rows(real* logits, float* losses, const int* targets, int N, int Vp,
-                int with_gradient) {
+// As fused_classifier; where a target is -1, the row's loss becomes 0, and with_gradient its row of
+// logits (N,Vp)
+void counted_classifier(real* logits, float* losses, const int* targets, float dloss, int N, int V,
+                        int Vp, int with_gradient, int room) {
 #pragma omp parallel for
     for (long n = 0; n < N; n++) {
-        if (targets[n] >= 0) continue;
+        real* x = logits + n * Vp;
         losses[n] = 0.0f;
-        if (with_gradient) std::fill(logits + n * Vp, logits + (n + 1) * Vp, 0.0f);
+        if (targets[n] >= 0)
+            fused_classifier(x, losses + n, targets + n, dloss, 1, V, Vp, with_gradient, room);
+        else if (with_gradient) std::fill(x, x + Vp, 0.0f);
     }
 }
 

@@ -1,38 +1,45 @@
 /*
 Targets that do not count, -1: see masked.py. Compiled after kernels.cu.
 
-The classifier computes all rows, with word 0 for -1, and clear_rows puts zeros where nothing counts. What does not
-count may be most of a batch, and its logits are computed all the same: a row of logits is a row of a matrix product.
+What does not count may be most of a batch. Its logits are computed all the same, since a row of logits is a row of a
+matrix product, but nobody reads them.
 */
 
 namespace masked {
 
-// known (N) = the targets (N), or 0 where one is -1. counted[0] = how many are not; with adds that is added to it
-// instead. There is one block. fp32 counts to 2^24 exactly. Items: blocks.
+// counted[0] = how many of the targets (N) are not -1; with adds that is added to it instead. There is one block. fp32
+// counts to 2^24 exactly. Items: blocks.
 BLOCK(1024, 1)
 extern "C" __global__ void __launch_bounds__(1024) count_targets(
-    int* __restrict__ known, float* counted, const int* __restrict__ targets, int N, int adds) {
+    float* counted, const int* __restrict__ targets, int N, int adds) {
     float count = 0.0f;
-    for (int i = threadIdx.x; i < N; i += blockDim.x) {
-        int target = targets[i];
-        known[i] = max(target, 0);
-        count += target >= 0;
-    }
+    for (int i = threadIdx.x; i < N; i += blockDim.x) count += targets[i] >= 0;
     count = block_reduce<warp_sum>(count, 0.0f);
     if (threadIdx.x == 0) counted[0] = (adds ? counted[0] : 0.0f) + count;
 }
 
-// Where a target is -1, its row's loss becomes 0, and with_gradient its row of logits (N,Vp). The other rows stay.
-// Items: N rows.
-BLOCK(256, 1)
-extern "C" __global__ void clear_rows(real* logits, float* losses, const int* __restrict__ targets, int N, int Vp,
-                                      int with_gradient) {
+// Of GPUs with room for 2,048 threads on a multiprocessor, and of others
+#if __CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 1000
+constexpr int CLASSIFIERS = 2;
+#else
+constexpr int CLASSIFIERS = 1;
+#endif
+
+// As fused_classifier; but where a target is -1, its row's loss becomes 0 and, with_gradient, its row of logits (N,Vp),
+// which is not read. Shared memory has room for `room` logits of a row. Where two blocks share a
+// multiprocessor, one reads a row while the other computes. Items: N rows.
+BLOCK(1024, 1)
+extern "C" __global__ void __launch_bounds__(1024, CLASSIFIERS) counted_classifier(
+    real* logits, float* __restrict__ losses, const int* __restrict__ targets, float dloss, int N, int V, int Vp,
+    int with_gradient, int room) {
     int row = blockIdx.x;
-    if (targets[row] >= 0) return;
+    if (targets[row] >= 0) {
+        classify_rows<false>(logits, losses, targets, dloss, N, V, Vp, with_gradient, room);
+        return;
+    }
     if (threadIdx.x == 0) losses[row] = 0.0f;
-    real* x = logits + (size_t)row * Vp;
     if (with_gradient)
-        for (int v = threadIdx.x; v < Vp; v += blockDim.x) from_float(x[v], 0.0f);
+        for (int v = W * threadIdx.x; v < Vp; v += W * blockDim.x) store(logits + (size_t)row * Vp + v, Pack<W>{});
 }
 
 // grads (n) and the loss *= tokens / counted[0]: they were divided by all tokens of the step. If nothing counts, they

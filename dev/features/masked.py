@@ -15,8 +15,8 @@ mean over those that count. If none counts, the step makes no update, and its lo
 masked.cu. (A step that is repeated because it failed, or was an outlier, tells norms from before
 that.)
 
-The trainer's classifier, or --label-smoothing's, computes all rows, with word 0 in the place of -1;
-a kernel then clears the rows that do not count.
+A classifier of our own takes the trainer's place: it does not read rows of logits that do not
+count. --label-smoothing's leaves them out as well.
 """
 import math
 from pathlib import Path
@@ -66,6 +66,19 @@ class MaskedLoader(FilesLoader):
         return tokens, targets
 
 
+class Counting:
+    """A mixin in front of a device: its classifier knows targets that do not count."""
+
+    def launch(self, name, items, *args, **more):
+        """As Cuda.launch."""
+        if name == "fused_classifier":  # for which classifier_launch has chosen the room
+            logits, *others, room = args
+            room = min(room, logits.shape[1])  # of one row
+            name, items, args = "counted_classifier", len(logits), (logits, *others, room)
+            more = dict(shared=room * logits.itemsize)
+        super().launch(name, items, *args, **more)
+
+
 class Masked:
     """A model some of whose targets are -1. forward() divides by all tokens of its batch:
     MaskedTraining.total_loss makes a mean of several."""
@@ -73,29 +86,14 @@ class Masked:
     @classmethod
     def tables(cls, c, device, B, T):
         tables = super().tables(c, device, B, T)
-        # the targets, with word 0 in the place of -1
-        known = Row("known", (B * T,), np.int32)
         # how many targets of the step count, so far; fp32, which ranks can sum
-        counted = Row("counted", (1,))
-        return tables | {"activations": [*tables["activations"], known],
-                         "update": [*tables["update"], counted]}
+        return tables | {"update": [*tables["update"], Row("counted", (1,))]}
 
     def forward_pass(self):
         super().forward_pass()
         targets = self.batch.targets.reshape(-1)
-        self.device.launch("count_targets", 1, self.acts.known, self.adam.counted, targets,
-                           targets.size, self.micro > 0)
-
-    def loss_forward(self, rows, logits, with_gradient=False):
-        batch = self.batch
-        targets = batch.targets
-        batch.targets = self.acts.known  # which the classifier can look up
-        try:
-            super().loss_forward(rows, logits, with_gradient)
-        finally:
-            batch.targets = targets
-        self.device.launch("clear_rows", len(logits), logits, self.acts.losses[rows],
-                           targets.reshape(-1)[rows], len(logits), self.config.Vp, with_gradient)
+        self.device.launch("count_targets", 1, self.adam.counted, targets, targets.size,
+                           self.micro > 0)
 
     def sum_last(self):
         """With several ranks, their counts become one."""
@@ -185,7 +183,7 @@ def asked(flags, ranks):
 
 
 FEATURE = Feature(
-    "masked targets", asked, Masked, MaskedTraining, sources=(SOURCE,), flags=(
+    "masked targets", asked, Masked, MaskedTraining, Counting, sources=(SOURCE,), flags=(
         Flag(None, "--mask", "switch", None, "0: count all tokens as targets, even if a mask "
              "beside -i says which do (default: 1 if there is one)", "data and model",
              after="--val-data", must_agree=True),))

@@ -14,9 +14,10 @@ from dev.common.config import Config, draw_parameters, read_parameters
 from dev.cpu.emulated import Emulated
 from dev.data.masks import MASK, mask_path, read_mask, row_of, write_mask
 from dev.features.base import GPT2
-from dev.features.devices import make_device
+from dev.features.devices import device_class
+from dev.features.feature import stack
 from dev.features.label_smoothing import SOURCE as SMOOTHING
-from dev.features.masked import SOURCE, MaskedLoader
+from dev.features.masked import SOURCE, Counting, MaskedLoader
 from dev.llama3.train_llama3 import Config3, Llama3
 from dev.tests.checks import EXACT, TINY, check, check_refusal, normal, words
 from dev.tests.in_torch import parameters_in_torch, sum_in_torch
@@ -26,19 +27,24 @@ from dev.tests.models import for_numpy, in_each_order, model_class, on_device
 from dev.tests.trainings import check_error, check_resumed, place_of, ran
 from dev.tools.plot import read_run
 from prepro_tinyshakespeare import write_tokens
-from train_gpt2 import pack_batch, read_tokens, to_float
+from train_gpt2 import classifier_launch, pack_batch, read_tokens, to_float
 
 B, T, V = 3, 7, 259
 CONFIGS = {GPT2: Config(maxT=T, V=V, L=2, NH=2, C=64, Vp=320),
            Llama3: Config3(maxT=T, V=V, L=2, NH=2, C=64, NKV=1)}
-KERNELS = "count_targets", "clear_rows", "scale_by_counted", "skip_uncounted"
+KERNELS = "count_targets", "counted_classifier", "scale_by_counted", "skip_uncounted"
 
 
 @functools.cache
 def device_for(name, dtype, Model=GPT2):
     if name == "emulated":  # only what is tested in it compiles fast
-        return Emulated(dtype, CONFIGS[Model], [SOURCE], only=KERNELS)
-    return make_device(name, dtype, CONFIGS[Model], beside=[SOURCE, SMOOTHING])
+        kind = stack(Emulated, [Counting])
+        return kind(dtype, CONFIGS[Model], [SOURCE], only=KERNELS)
+    return counting_device(name, dtype, Model, SMOOTHING)
+
+
+def counting_device(name, dtype, Model, *more):
+    return stack(device_class(name), [Counting])(dtype, CONFIGS[Model], [SOURCE, *more])
 
 
 def masked_model(device_name, *flags, Model=GPT2, device=None):
@@ -77,38 +83,49 @@ def test_kernels(device_name):
     devices = [device_for(device_name, "bf16"),
                *(device_for("cpu", dtype) for dtype in ("fp32", "bf16"))]
     for device in devices:
-        for N, Vp in ((1, 1), (5, 259), (1500, 8)):
+        for N in (1, 5, 1500):
             targets = words(V, N)
             targets[:: 2] = -1
             targets[-1] = 7 if N > 1 else -1
 
             def count(device, targets, before, adds):
-                known = on_device(device, np.full(len(targets), 99, np.int32))
                 counted = on_device(device, np.float32([before]))
-                device.launch("count_targets", 1, known, counted, on_device(device, targets),
-                              len(targets), adds)
-                return device.get(known), device.get(counted)[0]
+                device.launch("count_targets", 1, counted, on_device(device, targets), len(targets),
+                              adds)
+                return device.get(counted)[0]
 
             for adds in (False, True):
-                for way, (known, counted) in in_each_order(device, count, device, targets, 11.0,
-                                                           adds):
+                for way, counted in in_each_order(device, count, device, targets, 11.0, adds):
                     name = f"{device.name} {device.dtype} N={N} {way} adds={adds}"
-                    check(f"{name}: known", np.array_equal(known, np.maximum(targets, 0)), known)
                     wish = sum(target >= 0 for target in targets) + 11 * adds
                     check(f"{name}: counted", counted == wish, f"{counted}, expected {wish}")
-            losses = np.float32(normal(N))
+        for N, most, Vp in ((1, 5, 8), (6, 259, 264), (40, 8, 8)):
+            targets = words(most, N)
+            targets[::2] = -1
+            counts = targets >= 0
             x = np.float32(normal(N, Vp))
+            x[~counts] = np.nan  # which nobody reads
             x = x if device.real == np.float32 else to_bf16(x)
+            softmax = np.exp(to_float(x[:, :most]).astype(np.float64))
+            softmax /= softmax.sum(1, keepdims=True)
+            onehot = targets[:, None] == np.arange(most)
+            with np.errstate(divide="ignore"):
+                losses = np.where(counts, -np.log((softmax * onehot).sum(1)), 0)
+            gradient = np.where(counts[:, None], softmax - onehot, 0) / 64
             for with_gradient in (False, True):
                 logits = on_device(device, x)
-                kept = on_device(device, losses)
-                device.launch("clear_rows", N, logits, kept, on_device(device, targets), N, Vp,
-                              with_gradient)
-                counts = targets >= 0
-                yield f"{device.name} losses", device.get(kept), np.where(counts, losses, 0), EXACT
-                cleared = (targets < 0)[:, None] & with_gradient
-                wish = np.where(cleared, np.float32(0), to_float(x))
-                yield f"{device.name} rows", to_float(device.get(logits)), wish, EXACT
+                kept = on_device(device, np.full(N, np.nan, np.float32))
+                blocks, room, shared = classifier_launch(device, N, Vp, with_gradient)
+                device.launch("fused_classifier", blocks, logits, kept, on_device(device, targets),
+                              1 / 64, N, most, Vp, with_gradient, room, shared=shared)
+                limit = 1e-6 if device.real == np.float32 else 1e-2
+                yield f"{device.name} losses", device.get(kept), losses, limit
+                found = to_float(device.get(logits))
+                if with_gradient:
+                    wish = np.pad(gradient, ((0, 0), (0, Vp - most)))
+                    yield f"{device.name} rows", found, wish, limit
+                else:
+                    check(f"{device.name} rows", np.array_equal(found, to_float(x), equal_nan=True))
         for n, counted in ((4, 3.0), (1028, 7.0), (64, 0.0)):
             g = np.float32(normal(n))
             factor = 21 / counted if counted else 1.0
@@ -177,7 +194,7 @@ def test_llama(device_name):
 
 def test_graph(device_name):
     """A step whose launches were recorded, with their arguments, counts anew what counts."""
-    device = make_device(place_of(device_name), "fp32", CONFIGS[GPT2], beside=[SOURCE, SMOOTHING])
+    device = counting_device(place_of(device_name), "fp32", GPT2, SMOOTHING)
 
     def note(calls, call, *args, **more):
         calls.append((call, args, more))
@@ -233,8 +250,7 @@ def test_nothing_counts(device_name):
 
 def test_outliers(device_name):
     """A step in which nothing counts is not among those with which -sl and -sg compare."""
-    device = make_device(place_of(device_name), "fp32", CONFIGS[GPT2],
-                         beside=[SOURCE, SOURCE.with_name("outliers.cu")])
+    device = counting_device(place_of(device_name), "fp32", GPT2, SOURCE.with_name("outliers.cu"))
     model = masked_model(device_name, "--norm-limit", "5", device=device)
     for counts, wish in (((5, 2), 1), ((0, 0), 1), ((1, 0), 2)):
         step(model, *batches(*counts))
