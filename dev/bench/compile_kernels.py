@@ -31,6 +31,7 @@ from dev.common.flags import parse_flags, split_names
 from dev.common.gpus import GPUS, REGISTERS, digits
 from dev.common.nvrtc import NotCompiled, compile_cuda
 from dev.common.program import run_main
+from dev.features import dropout
 from dev.features.base import GPT2
 from dev.features.devices import Cuda
 from dev.features.fp8.fp8 import OUTPUT as FP8_OUTPUT, SOURCE as FP8
@@ -78,7 +79,8 @@ def compile_for(gpu, dtype, c, beside=(), spilled=SPILLED, unused=None):
     sources, own = [*c.SOURCES, *beside], read_kernels(c.SOURCES)
     text = "".join(path.read_text(encoding="utf-8") for path in sources)
     where = " ".join([gpu, dtype, *c.switches()])
-    output = output_switches(OUTPUT) if FUSED in beside and dtype != "fp8" else []
+    outputs = (dropout.OUTPUT, OUTPUT) if dropout.SOURCE in beside else (OUTPUT,)
+    output = output_switches(*outputs) if FUSED in beside and dtype != "fp8" else []
     try:
         flags = [*Cuda.OPTIONS, *DTYPES[dtype], *output, *["-DHOPPER"] * hopper, *c.switches()]
         log, used, arrays = compile_cuda(text, gpu, flags)
@@ -144,7 +146,8 @@ def main():
         large = others if dtype != "tf32" or not few else others[:1]
         turns = [(gpu, SMALL, TURNS, 0) for gpu in own
                  if (gpu, dtype) == ("sm_90a", "bf16")]
-        summed = [(gpu, SMALL, [FUSED]) for gpu in (own[-1:] if few else own)]
+        summed = [(gpu, SMALL, [FUSED, *beside]) for gpu in (own[-1:] if few else own)
+                  for beside in ([], [dropout.SOURCE])]
         return [*((gpu, SMALL, lab.get(gpu, ()), 2**20) for gpu in own), *more, *large, *turns,
                 *summed]
 
