@@ -102,6 +102,7 @@ class Access(ctypes.Structure):
 class GpuPeers:
     """The memory of all ranks' GPUs, as this rank sees it."""
     FILE, READ_AND_WRITE = 1, 3
+    OUT_OF_MEMORY = 2  # of CUDA's errors
 
     def __init__(self, meeting, via):
         allow_files()  # a piece is one, for each rank that gets it
@@ -114,6 +115,7 @@ class GpuPeers:
         self.call("MemGetAllocationGranularity", ctypes.byref(unit), ctypes.byref(self.kind), 0)
         self.unit, self.boxes = unit.value, None
         self.settle = self.cupy.cuda.runtime.deviceSynchronize
+        self.release = self.cupy.get_default_memory_pool().free_all_blocks  # that nobody holds
 
     def __str__(self):
         return "gradients are written into the memory of other GPUs"
@@ -122,7 +124,8 @@ class GpuPeers:
         """Call a function of the driver."""
         status = getattr(self.driver, f"cu{name}")(*args)
         if status:
-            raise OSError(f"cu{name}: CUDA error {status}")
+            raise OSError("no device memory is left" if status == self.OUT_OF_MEMORY else
+                          f"cu{name}: CUDA error {status}")
 
     # ---- Pieces
 
@@ -222,7 +225,7 @@ class GpuPeers:
 class HostPeers:
     """The same for processes on the CPUs of a machine."""
     unit = 4096
-    settle = staticmethod(lambda: None)
+    settle = release = staticmethod(lambda: None)
 
     def __init__(self, meeting, via):
         self.meeting, self.rank, self.count = meeting, meeting.rank, meeting.count

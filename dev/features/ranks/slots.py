@@ -133,6 +133,9 @@ class Slotted:
         self.parts, self.piece = self.parts_of(table), self.piece_of(table)
         size = arenas["gradients"].nbytes // 4
         pieces = ceil_div(ceil_div(size, self.piece), self.count)  # that a rank has
+        nbytes = arenas.pop("param share").nbytes  # peers allocate it, where others can read it
+        self.masters[0] = None  # which had views of it
+        peers.release()
         try:
             slots = [slot.view(np.float32) for slot in peers.striped(4 * size)]
             self.each = [share.view(self.device.real) for share in peers.shared(
@@ -140,7 +143,7 @@ class Slotted:
         except OSError as e:
             raise UserError(f"the ranks' shared memory has no room for slots ({e}): expected "
                             "a smaller -b, a larger /dev/shm for CPUs, or --slots 0") from None
-        arenas["param share"] = self.each[self.rank].view(np.uint8)[: arenas["param share"].nbytes]
+        arenas["param share"] = self.each[self.rank].view(np.uint8)[:nbytes]
         self.masters[0] = self.share_views("param share")
         self.slots, self.shares = peers.addresses(slots), peers.addresses(self.each)
         self.all_slots, self.slot = slots, slots[self.rank]  # all: NumPy unmaps what nobody holds
