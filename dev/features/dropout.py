@@ -31,10 +31,7 @@ import numpy as np
 
 SOURCE = kernels_of(__file__)
 OUTPUT = SOURCE.with_suffix(".cuh")  # in place of kernels.cu's struct Output
-# What its struct adds to fused_biases.cuh's
-FIELDS = np.dtype([("counter", "u8"), ("part", "u8"), ("threshold", "u8"), ("n", "u8"),
-                   ("branch", "u8"), ("site", "i4"), ("scale", "f4"), ("key", "u8"),
-                   ("first", "u8")])
+FIELDS = np.dtype("u8, u8, u8, u8, u8, i4, f4, u8, u8")  # that dropout.cuh's struct adds
 NONE = np.zeros(1, FIELDS)
 
 
