@@ -223,12 +223,11 @@ __device__ Pack<n> operator+(Pack<n> a, Pack<n> b) {
 }
 
 constexpr int W = 16 / sizeof(real);
-// The first of a thread's W numbers, in elementwise kernels.
 __device__ size_t first_number() { return W * ((size_t)blockIdx.x * blockDim.x + threadIdx.x); }
-// For dev/: the row of number i, if rows have C numbers. (A 64-bit division takes 5 times longer.)
+// For dev/: the row of number i, of C numbers each. (A 64-bit division takes 5 times longer.)
 __device__ int row_of_number(size_t i, int C) { return (unsigned)(i / W) / (C / W); }
 
-// An array that a kernel writes and a matrix product reads; the host passes its pointer. In dev/,
+// An array that a kernel writes and a matrix product reads; the host passes a pointer. In dev/,
 // -DOUTPUT=<file> brings others, which also write 8-bit copies, sum columns or drop numbers of a
 // branch: a thread calls begin first, a warp's lanes end, and sum_columns follows attention's tile.
 #ifdef OUTPUT
@@ -240,8 +239,7 @@ struct Output {
     __device__ void begin() {}
     template <int n>
     __device__ void store(size_t i, Pack<n> x, Pack<n> = {}) { ::store(numbers + i, x); }
-    template <int n>
-    __device__ Pack<n> drop(size_t, Pack<n> x) { return x; }
+    template <int n> __device__ Pack<n> drop(size_t, Pack<n> x) { return x; }
     __device__ void end() {}
     template <class... Rows>
     __device__ void sum_columns(const Rows&...) {}
@@ -394,7 +392,7 @@ extern "C" __global__ void residual_layernorm_forward(
 //   partials (2, gridDim.x, C) = each block's sums of dout * norm, and of dout,
 // for add_partials. A warp has a row, or four warps a long one, and sums up columns in registers.
 // The next row is copied to shared memory (rows of a block, 2 stages, 3, C): some tens of KB are on
-// their way, so a block on a multiprocessor is enough. Items: blocks (layernorm_backward_launch).
+// their way, so a block on a multiprocessor is enough. Items: blocks.
 constexpr int ROW_THREADS = CHANNELS <= 1280 ? 32 : 128;
 // A thread's sums fit its registers: 48 in 168 at C = 768, 80 in 255 at 1280, 64 in 128 at 4096.
 constexpr int LAYERNORM_THREADS = CHANNELS <= 768 ? 384 : CHANNELS <= 1280 ? 256 : 512;
@@ -497,9 +495,9 @@ extern "C" __global__ void __launch_bounds__(LAYERNORM_THREADS, 1) layernorm_bac
 extern "C" { __constant__ int layernorm_sizes[] = {
     LAYERNORM_THREADS, ROW_THREADS, 2 * 3 * CHANNELS * (int)sizeof(real)}; }
 
-// ---- the bias of a linear layer, backward: the sum of each column ----
+// ---- the bias of a linear layer, backward ----
 // out (OC) = the sum of each column of inp (N,OC); or += with adds. `lanes` of a block's 256
-// threads share a row, 16 bytes each. The loop has a constant step: four loads are on their way.
+// threads share a row, 16 bytes each. A constant step: four loads are on their way.
 template <int lanes, class T>
 __device__ void add_columns(
     float* __restrict__ out, const T* __restrict__ inp, int N, int OC, bool adds) {
@@ -523,7 +521,7 @@ __device__ void add_columns(
 
 // partials (gridDim.y, OC) = the sum of each column over each share of the rows of dout (N,OC), for
 // add_partials. A share is a multiple of 32 rows, so that each of 8 warps has four loads of 512
-// bytes on their way. On an H100 201 MB take 77 us, 2.6 TB/s. Items: columns, and shares along y.
+// bytes on their way. On an H100: 2.6 TB/s. Items: OC columns along x, shares along y.
 BLOCK(256, 32 * W)
 extern "C" __global__ void __launch_bounds__(256, 4) matmul_backward_bias(
     float* __restrict__ partials, const real* __restrict__ dout, int N, int OC) {
@@ -631,8 +629,7 @@ __device__ void classify_rows(
         if (threadIdx.x == 0) losses[row] = logf(sum) + top - to_float(*at(target));
         __syncthreads();  // the logit of the target has been read
         if (!with_gradient) continue;
-        // e^(x - shift) = dloss / sum * e^(x - top), but for the rounding of shift, which scales
-        // the whole row alike.
+        // e^(x - shift) = dloss / sum * e^(x - top); shift's rounding scales a whole row alike.
         float shift = top + logf(sum / dloss);
 #pragma unroll 4
         for (int v = W * threadIdx.x; v < Vp; v += W * blockDim.x) {
@@ -648,8 +645,8 @@ __device__ void classify_rows(
     }
 }
 
-// Shared memory has room for `room` logits; without a gradient none is needed. Vp is a multiple of
-// 8, for copies of 16 bytes. Items: blocks.
+// Shared memory has room for `room` logits, without a gradient none. Vp is a multiple of 8,
+// for copies of 16 bytes. Items: blocks.
 BLOCK(1024, 1)
 extern "C" __global__ void __launch_bounds__(1024, 1) fused_classifier(
     real* logits, float* __restrict__ losses, const int* __restrict__ targets, float dloss, int N,
@@ -867,8 +864,7 @@ constexpr int SECTION = 64;  // heads at a time, so that their tiles stay in L2
 constexpr int HEAD_PACK = HS % W == 0 ? W : 1;  // channels that a thread copies at once
 constexpr int HEAD_LANES = HP / HEAD_PACK <= 8 ? 8 : HP / HEAD_PACK <= 16 ? 16 : 32;  // per row
 // Blocks per multiprocessor, of Hopper's 227 KB and 64K registers: forward 5 of 40 KB with 96
-// registers a thread or, for HS = 128, 2 of 96 KB with 128; backward 4 of 48 KB with 128, and 3
-// with 168.
+// registers or, for HS = 128, 2 of 96 KB with 128; backward 4 of 48 KB with 128, and 3 with 168.
 constexpr int FORWARD_BLOCKS = !HOPPER ? 1 : WARPS == 4 ? 5 : 2;
 constexpr int BACKWARD_Q_BLOCKS = HOPPER && WARPS == 4 ? 4 : 1;
 constexpr int BACKWARD_KV_BLOCKS = HOPPER && WARPS == 4 ? 3 : 1;
@@ -957,8 +953,8 @@ struct Arrivals {};
 #endif
 
 // in_tile is the index of (row, c). All threads call the others: load_tile starts to copy rows
-// first..first+rows-1 of a head, with zeros beyond T and HS. wait_for_tiles waits for all tiles on
-// their way, and for all threads.
+// first..first+rows-1 of a head, zeros beyond T and HS; wait_for_tiles waits for all tiles and
+// threads.
 __device__ int in_tile(int row, int c);
 template <int rows>
 __device__ void load_tile(
@@ -1024,8 +1020,13 @@ template <int pending, int columns>
 __device__ void wait_for_products(Result<columns>& x);
 
 // ---- attention: the kernels, after what they do to rows ----
+#ifdef SIGHT  // for dev/: a query sees fewer keys
+#include SIGHT
+#else
+__device__ int first_key(const Own& own) { return 0; }  // that the block's queries see
+__device__ int end_of_queries(const Own& own) { return own.out.T; }  // that see its keys
 // The causal mask: x = value where a query would see a later key. Column 0 of x is token `column`.
-// Off the diagonal x stays, as all keys are seen: the kernels skip tiles of which none is.
+// Off the diagonal all are seen: the kernels skip tiles of which none is.
 template <bool rows_are_keys, int columns>
 __device__ void hide_future(Result<columns>& x, float value, const Own& own, int column) {
     if (column >= own.slab_first + SLAB || column + columns <= own.slab_first) return;
@@ -1034,6 +1035,7 @@ __device__ void hide_future(Result<columns>& x, float value, const Own& own, int
         if (rows_are_keys ? r > c : c > r) x[e] = value;
     });
 }
+#endif
 
 __device__ float relu_of(float x) { return x <= 0.0f ? 0.0f : x; }  // a NaN stays
 // Weights from scores, in place: 2^(scale * log2(e) * score - shift(e)), or ReLU's.
@@ -1111,11 +1113,10 @@ __device__ void store_rows(Output& array, Head head, const Own& own, real* tile,
 //     stage 0  | multiply tile 0 | tile 2 arrives  | multiply tile 2 |
 //     stage 1  | tile 1 arrives  | multiply tile 1 | tile 3 arrives  |
 
-// Algorithm 1, whose lines stand on the right, without scale, and with e^x where the code has
-// 2^(x log2(e)). (Its line 10 has a ^-1 too many.) When a maximum grows, what was summed so far is
-// scaled (Milakov and Gimelshein 2018, algorithm 3). For the backward pass lse (B,NH,T), the
-// paper's L, becomes log2 of the sum of 2^(scale * log2(e) * score); with RELU it means nothing.
-// Items: blocks of B_r queries.
+// Algorithm 1, whose lines stand on the right, without scale, and with e^x for 2^(x log2(e)). (Its
+// line 10 has a ^-1 too many.) When a maximum grows, what was summed is scaled (Milakov and
+// Gimelshein 2018, algorithm 3). For the backward pass lse (B,NH,T), the paper's L, is log2 of the
+// sum of 2^(scale * log2(e) * score); with RELU nothing. Items: blocks of B_r queries.
 BLOCK(128, 1)
 extern "C" __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS) attention_forward(
     Output out, float* __restrict__ lse, const __grid_constant__ TileMap qkv, float scale, int T,
@@ -1129,13 +1130,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS) attention_
         load_tile<B_c>(stages.left(stage), qkv, own.keys, key, arrivals);
         load_tile<B_c>(stages.right(stage), qkv, own.values, key, arrivals);
     };
-    load_keys(0, 0);
+    load_keys(0, first_key(own));
     Result<HP> output = {};
     PerRow maximum, total = {};
     each_row([&](Element e) { maximum[e] = LOWEST; });      // O = 0, l = 0, m = -inf
     float scale2 = scale * LOG2_E;  // for 2^x instead of e^x
     int end = min(own.first + B_r, T);
-    for (int key = 0, stage = 0; key < end; key += B_c, stage ^= 1) {
+    for (int key = first_key(own), stage = 0; key < end; key += B_c, stage ^= 1) {
         wait_for_tiles(arrivals);
         if (key + B_c < end) load_keys(stage ^ 1, key + B_c);
         if (key >= own.slab_first + SLAB) continue;  // no query of the slab sees these keys
@@ -1184,8 +1185,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, FORWARD_BLOCKS) attention_
 }
 
 // Algorithm 2, as two kernels: seven products instead of five, but sums have a fixed order. A block
-// owns queries, for dq, and leaves delta (B,NH,T) for the next kernel. Items: blocks of B_r
-// queries.
+// owns queries, for dq, and leaves delta (B,NH,T) for the next one. Items: blocks of B_r queries.
 BLOCK(128, 1)
 extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_Q_BLOCKS) attention_backward_q(
     Output dqkv, float* __restrict__ delta, const float* __restrict__ lse,
@@ -1202,7 +1202,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_Q_BLOCKS) attenti
         load_tile<B_c_BACK>(stages.left(to.stage), qkv, own.keys, to.row, arrivals);
         load_tile<B_c_BACK>(stages.right(to.stage), qkv, own.values, to.row, arrivals);
     };
-    Walk walk = walk_of(0, min(own.first + B_r, T), 1);
+    Walk walk = walk_of(first_key(own), min(own.first + B_r, T), 1);
     load_keys(walk);
     PerRow row_delta = delta_of_rows(delta, out, douts, own, arrivals), row_lse;  // D = sum dO o O
     each_row([&](Element e) {
@@ -1268,11 +1268,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_KV_BLOCKS) attent
     };
     load_tile<B_r>(keys, qkv, own.keys, own.first, arrivals);
     load_tile<B_r>(values, qkv, own.values, own.first, arrivals);
-    Walk walk = walk_of(own.first, T, GROUP);
+    Walk walk = walk_of(own.first, end_of_queries(own), GROUP);
     load_queries(walk);
 
-    // With OVERLAP, tensor cores go through these products. At a | threads wait for all but the
-    // last:
+    // With OVERLAP, tensor cores go through these products. At a | all but the last are done:
     //     S dP | dV | dK  S dP | dV | dK  S dP | dV | dK
     //     tile 0          tile 1          tile 2
     // So when tile i begins, all of tile i-2 is done, and its stage may take tile i+1.
@@ -1302,7 +1301,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BACKWARD_KV_BLOCKS) attent
         if (!OVERLAP) multiply(dv, weights, douts);
         multiply(dk, dscores, queries);                     // dK = dK + dS' Q
         // Also before a group's next head: a slab may skip the first tile, and so the wait there.
-        if (!OVERLAP || (GROUP > 1 && walk.row + B_c_BACK >= T)) {
+        if (!OVERLAP || (GROUP > 1 && walk.row + B_c_BACK >= walk.end)) {
             wait_for_products<0>(dv);
             wait_for_products<0>(dk);
         }

@@ -34,6 +34,8 @@ from dev.common.program import run_main
 from dev.features import dropout
 from dev.features.base import GPT2
 from dev.features.devices import Cuda
+from dev.features.documents import SIGHT, SOURCE as DOCUMENTS
+from dev.features.feature import header_switches
 from dev.features.fp8.fp8 import OUTPUT as FP8_OUTPUT, SOURCE as FP8
 from dev.features.fp8.fp8_gelu import SOURCES as FP8_GELU
 from dev.features.fused_biases import OUTPUT, SOURCE as FUSED, FusedBiases, output_switches
@@ -81,6 +83,8 @@ def compile_for(gpu, dtype, c, beside=(), spilled=SPILLED, unused=None):
     where = " ".join([gpu, dtype, *c.switches()])
     outputs = (dropout.OUTPUT, OUTPUT) if dropout.SOURCE in beside else (OUTPUT,)
     output = output_switches(*outputs) if FUSED in beside and dtype != "fp8" else []
+    if beside == [DOCUMENTS]:
+        output += header_switches("SIGHT", SIGHT)
     try:
         flags = [*Cuda.OPTIONS, *DTYPES[dtype], *output, *["-DHOPPER"] * hopper, *c.switches()]
         log, used, arrays = compile_cuda(text, gpu, flags)
@@ -148,6 +152,8 @@ def main():
                  if (gpu, dtype) == ("sm_90a", "bf16")]
         summed = [(gpu, SMALL, [FUSED, *beside]) for gpu in (own[-1:] if few else own)
                   for beside in ([], [dropout.SOURCE])]
+        summed += [(gpu, c, [DOCUMENTS]) for gpu in own if gpu == "sm_90a"
+                   for c in (SMALL, LARGE_HEADS)]
         return [*((gpu, SMALL, lab.get(gpu, ()), 2**20) for gpu in own), *more, *large, *turns,
                 *summed]
 

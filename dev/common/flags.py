@@ -39,6 +39,7 @@ class Flag(NamedTuple):
     restored: bool = True
     must_agree: bool = False
     may_differ: bool | Callable = False
+    of_older: object = None  # the value of a run by a version that had no such flag
 
     key = property(key_of)
     short = property(lambda self: self.letter or self.name)

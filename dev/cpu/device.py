@@ -21,7 +21,8 @@ from train_gpt2 import BF16, SIZES, UserError
 LOOPS = Path(__file__).resolve().parent / "kernels.cpp"
 C_TYPES = {"int": ctypes.c_int, "long": ctypes.c_long, "float": ctypes.c_float,
            "size_t": ctypes.c_size_t}
-KNOWN = re.compile(r"-D(FP32|TF32|BF16|(CHANNELS|HS|GROUP)=\d+)")  # the switches that loops know
+# the switches that loops know
+KNOWN = re.compile(r"-D(FP32|TF32|BF16|(CHANNELS|HS|GROUP)=\d+|SIGHT\S+)|-I\S+")
 LOOP_KINDS = {"Output": "real", "TileMap": "real", "low_half": "int16_t"}  # a loop's of a kernel's
 
 
@@ -109,7 +110,8 @@ class Cpu(Host):
         self.library = loaded(self.path, "the kernels' loops")
         values = dict(re.findall(r"-D(CHANNELS|HS|GROUP)=(\d+)", " ".join(self.switches())))
         values = {"C": int(values["CHANNELS"]), "HS": int(values["HS"]),
-                  "GROUP": int(values.get("GROUP", 1)), "blocks": None, "heads": None}
+                  "GROUP": int(values.get("GROUP", 1)), "blocks": None, "heads": None,
+                  "documents": self.documents}
         for name, parameters in read_loops(source).items():
             function = getattr(self.library, name)
             function.restype = None

@@ -43,6 +43,8 @@ class Host:
         self.dtype, self.compiled_for, self.HS = dtype or "fp32", c.switches(), c.C // c.NH
         self.real = np.float32 if self.dtype in ("fp32", "tf32") else BF16
         self.W = 16 // np.dtype(self.real).itemsize  # as in kernels.cu: numbers in 16 bytes
+        # where loops of attention find the bounds of documents, if there are any: see documents.py
+        self.documents = ctypes.c_void_p()
         # a loss that is not finite is reported once, by the training loop
         np.seterr(over="ignore", invalid="ignore")
         # 4 MiB: a matmul's result on its way to being added, still in cache

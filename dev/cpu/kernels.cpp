@@ -15,7 +15,7 @@ are at the end.
 
 On a GPU, C, HS and GROUP are constants of the compiled kernel, and it can ask how many blocks run.
 A loop takes them as further arguments at its end: C, HS, GROUP; blocks, the number of partial sums
-that it makes; heads, those of all sequences together.
+that it makes; heads, those of all sequences together; documents, or null: see first_key.
 
 `omp parallel for` splits a loop over the cores. `omp simd` runs the innermost loop on vectors of 4,
 8 or 16 numbers, which is right if no iteration reads what another writes. With reduction(+ : sum)
@@ -26,6 +26,7 @@ each slot of the vector adds up a part of the sum, and the parts are added at th
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <numeric>
 #include <vector>
 #ifdef _OPENMP
 #include <omp.h>
@@ -420,6 +421,7 @@ constexpr long LANES = 4, ROWS = 8, VECTORS = 3;
 constexpr long LANES = 4, ROWS = 6, VECTORS = 2;
 #endif
 constexpr long COLUMNS = VECTORS * LANES, BLOCK = 4 * ROWS;
+constexpr long KEYS = std::lcm(ROWS, COLUMNS);  // whole tiles, be they rows or columns
 typedef float Vector __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
 // Where a vector begins, so that it is read in one go.
@@ -512,11 +514,17 @@ static Matrix transposed_head_of(const real* at, long width, int T, int HS) {
     return x;
 }
 
-// to = x y', for the `rows` rows of x from `first` on, and the rows of y up to these: no query sees
-// later keys. y' is given packed.
+// The first key that query t of sequence b sees: 0, or that of its document, if documents (B,2,T)
+// has it: see features/documents.cu.
+static long first_key(const int* documents, long b, long T, long t) {
+    return documents ? documents[2 * b * T + t] : 0;
+}
+
+// to = x y', for the `rows` rows of x from `first` on, and the rows of y from a whole tile on up to
+// these: no query sees later keys. y' is given packed.
 static void multiply_block(Matrix& to, Matrix& x, Matrix& y_transposed, long first, long rows,
-                           int HS) {
-    for (long j = 0; j < first + rows; j += COLUMNS)
+                           long tile, int HS) {
+    for (long j = tile; j < first + rows; j += COLUMNS)
         multiply_tiles(to[0] + j, to.columns, x[first], x.columns, 1, y_transposed[0] + j * HS,
                        COLUMNS, rows, COLUMNS, HS, false);
 }
@@ -527,7 +535,7 @@ extern "C" {
 // values. out (B,T,NH,HS). For the backward pass, lse (B,NH,T) = log2 of the sum over keys of
 // 2^(scale * log2(e) * score).
 void attention_forward(real* out, float* lse, const real* qkv, float scale, int T, int NH, int HS,
-                       int GROUP, int heads) {
+                       int GROUP, int heads, const int* documents) {
 #pragma omp parallel for
     for (long head = 0; head < heads; head++) {
         long b = head / NH, h = head % NH, kv = h / GROUP, NKV = NH / GROUP,
@@ -539,24 +547,27 @@ void attention_forward(real* out, float* lse, const real* qkv, float scale, int 
         Matrix scores(BLOCK, T), y(T, HS);
         for (long first = 0; first < T; first += BLOCK) {
             long rows = std::min(BLOCK, T - first), keys = first + rows;
-            multiply_block(scores, q, k_transposed, first, rows, HS);
+            long tile = first_key(documents, b, T, first) / KEYS * KEYS;  // where seen ones begin
+            multiply_block(scores, q, k_transposed, first, rows, tile, HS);
             float inverse[BLOCK];
             for (long i = 0; i < rows; i++) {
-                long t = first + i;
-                float *score = scores[i], *weight = score, largest = score[0], sum = 0.0f;
+                long t = first + i, begin = first_key(documents, b, T, t);
+                float *score = scores[i], *weight = score, largest = score[begin], sum = 0.0f;
+                std::fill(score + tile, score + begin, -INFINITY);      // another document's
                 std::fill(score + t + 1, score + keys, -INFINITY);  // the future is not seen
 #pragma omp simd reduction(max : largest)
-                for (long s = 0; s < keys; s++) largest = score[s] > largest ? score[s] : largest;
+                for (long s = tile; s < keys; s++)
+                    largest = score[s] > largest ? score[s] : largest;
 #pragma omp simd reduction(+ : sum)
-                for (long s = 0; s < keys; s++) {
+                for (long s = tile; s < keys; s++) {
                     weight[s] = exponential(scale * (score[s] - largest));
                     sum += weight[s];
                 }
                 inverse[i] = 1.0f / sum;
                 lse[head * T + t] = scale * LOG2_E * largest + log2f(sum);
             }
-            multiply_tiles(y[first], y.columns, scores[0], scores.columns, 1, v[0], v.columns, rows,
-                           HS, keys, false);
+            multiply_tiles(y[first], y.columns, scores[0] + tile, scores.columns, 1, v[tile],
+                           v.columns, rows, HS, keys - tile, false);
             for (long i = 0; i < rows; i++)
                 for (int c = 0; c < HS; c++) y[first + i][c] *= inverse[i];
         }
@@ -568,22 +579,28 @@ void attention_forward(real* out, float* lse, const real* qkv, float scale, int 
 
 // For a block of queries, in the backward pass: weights (rows,keys), computed again from lse, and
 // dscores, without their factor scale: dq and dk are multiplied by it once, when they are stored.
-static void weights_and_dscores(Matrix& weights, Matrix& dscores, Matrix& q, Matrix& k_transposed,
+// Returns the first key of a whole tile, before which none is seen.
+static long weights_and_dscores(Matrix& weights, Matrix& dscores, Matrix& q, Matrix& k_transposed,
                                 Matrix& dout, Matrix& v_transposed, const float* lse,
-                                const float* delta, float scale, long first, long rows, int HS) {
-    multiply_block(weights, q, k_transposed, first, rows, HS);      // the scores, at first
-    multiply_block(dscores, dout, v_transposed, first, rows, HS);   // dweights, at first
+                                const float* delta, float scale, long first, long rows, int HS,
+                                const int* documents, long b, long T) {
+    long tile = first_key(documents, b, T, first) / KEYS * KEYS;
+    multiply_block(weights, q, k_transposed, first, rows, tile, HS);     // the scores, at first
+    multiply_block(dscores, dout, v_transposed, first, rows, tile, HS);  // dweights, at first
     for (long i = 0; i < rows; i++) {
-        long t = first + i, keys = first + rows;
+        long t = first + i, begin = first_key(documents, b, T, t), keys = first + rows;
         float *weight = weights[i], *dscore = dscores[i], l = lse[t] * LN_2, d = delta[t];
 #pragma omp simd
-        for (long s = 0; s < keys; s++) {  // of all keys of the block: whole vectors
+        for (long s = tile; s < keys; s++) {  // of all keys of whole tiles: whole vectors
             weight[s] = exponential(scale * weight[s] - l);
             dscore[s] = weight[s] * (dscore[s] - d);
         }
-        std::fill(weight + t + 1, weight + keys, 0.0f);
-        std::fill(dscore + t + 1, dscore + keys, 0.0f);
+        for (float* x : {weight, dscore}) {
+            std::fill(x + tile, x + begin, 0.0f);
+            std::fill(x + t + 1, x + keys, 0.0f);
+        }
     }
+    return tile;
 }
 
 extern "C" {
@@ -592,7 +609,7 @@ extern "C" {
 // one.
 void attention_backward_q(real* dqkv, float* delta, const float* lse, const real* out,
                           const real* qkv, const real* dout, float scale, int T, int NH, int HS,
-                          int GROUP, int heads) {
+                          int GROUP, int heads, const int* documents) {
 #pragma omp parallel for
     for (long head = 0; head < heads; head++) {
         long b = head / NH, h = head % NH, kv = h / GROUP, NKV = NH / GROUP,
@@ -613,10 +630,11 @@ void attention_backward_q(real* dqkv, float* delta, const float* lse, const real
         Matrix weights(BLOCK, T), dscores(BLOCK, T), dq(T, HS);
         for (long first = 0; first < T; first += BLOCK) {
             long rows = std::min(BLOCK, T - first);
-            weights_and_dscores(weights, dscores, q, k_transposed, dy, v_transposed,
-                                lse + head * T, delta + head * T, scale, first, rows, HS);
-            multiply_tiles(dq[first], dq.columns, dscores[0], dscores.columns, 1, k[0], k.columns,
-                           rows, HS, first + rows, false);
+            long tile = weights_and_dscores(
+                weights, dscores, q, k_transposed, dy, v_transposed, lse + head * T,
+                delta + head * T, scale, first, rows, HS, documents, b, T);
+            multiply_tiles(dq[first], dq.columns, dscores[0] + tile, dscores.columns, 1, k[tile],
+                           k.columns, rows, HS, first + rows - tile, false);
         }
         store_head(dqkv + b * T * width + h * HS, width, T, HS, scale, dq);
     }
@@ -626,7 +644,7 @@ void attention_backward_q(real* dqkv, float* delta, const float* lse, const real
 // that share k and v
 void attention_backward_kv(real* dqkv, const float* delta, const float* lse, const real* qkv,
                            const real* dout, float scale, int T, int NH, int HS, int GROUP,
-                           int heads) {
+                           int heads, const int* documents) {
 #pragma omp parallel for
     for (long head = 0; head < heads; head++) {
         long NKV = NH / GROUP, b = head / NKV, kv = head % NKV, width = (NH + 2 * NKV) * HS;
@@ -639,13 +657,15 @@ void attention_backward_kv(real* dqkv, const float* delta, const float* lse, con
             Matrix q = head_of(sequence + h * HS, width, T, HS);
             Matrix dy = head_of(dout + (b * T * NH + h) * HS, (long)NH * HS, T, HS);
             for (long first = 0; first < T; first += BLOCK) {
-                long rows = std::min(BLOCK, T - first), keys = first + rows;
-                weights_and_dscores(weights, dscores, q, k_transposed, dy, v_transposed,
-                                    lse + of_head, delta + of_head, scale, first, rows, HS);
-                multiply_tiles(dv[0], dv.columns, weights[0], 1, weights.columns, dy[first],
-                               dy.columns, keys, HS, rows, true);
-                multiply_tiles(dk[0], dk.columns, dscores[0], 1, dscores.columns, q[first],
-                               q.columns, keys, HS, rows, true);
+                long rows = std::min(BLOCK, T - first);
+                long tile = weights_and_dscores(
+                    weights, dscores, q, k_transposed, dy, v_transposed, lse + of_head,
+                    delta + of_head, scale, first, rows, HS, documents, b, T);
+                long keys = first + rows - tile;
+                multiply_tiles(dv[tile], dv.columns, weights[0] + tile, 1, weights.columns,
+                               dy[first], dy.columns, keys, HS, rows, true);
+                multiply_tiles(dk[tile], dk.columns, dscores[0] + tile, 1, dscores.columns,
+                               q[first], q.columns, keys, HS, rows, true);
             }
         }
         store_head(dqkv + b * T * width + (NH + kv) * HS, width, T, HS, scale, dk);

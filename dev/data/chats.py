@@ -25,11 +25,12 @@ Llama is Llama 3's, as its instruction models have it, and is used with Llama's 
 takes any words. The name of a special token within a message is ordinary text.
 
 The loader cuts a token file into rows of T tokens (-t). So conversations are put into rows of --row
-T tokens, one behind the other as long as they fit; what is left of a row is filled with
-<|endoftext|>, which does not count. A conversation sees those before it in its row, as documents do
-when GPT-2 is trained; the first of a row sees nothing before it. With --pack 0 each has a row of
-its own. One that is longer than a row is cut at the row's end, and a line says how many were.
+T tokens, each into the one that it fills best; what is left of a row is filled with <|endoftext|>,
+which does not count. A conversation does not see those before it in its row, unless a run has
+--document-mask 0. With --pack 0 each has a row of its own. One that is longer than a row is cut at
+the row's end, and a line says how many were.
 """
+import bisect
 import functools
 import json
 import re
@@ -49,6 +50,7 @@ ROLES = "system", "user", "assistant"
 FORMS = ('{"messages": [{"role": ..., "content": ...}, ...]} or {"prompt": ..., "answer": ...}; '
          f"a prompt may be called {' or '.join(PROMPTS[1:])}, and an answer "
          f"{' or '.join(ANSWERS[1:])}")
+OPEN_ROWS = 4096  # in which conversations are still put, at most
 FLAGS = [
     (None, "--chat", "switch", 0, "1: the input is .jsonl, a conversation a line; only answers "
      "count as targets: see dev/data/chats.py"),
@@ -244,15 +246,25 @@ def texts_of(conversations):
 def rows_of(conversations, T, filler, together=True):
     """(ids (rows,T), whether each counts (rows,T), how many conversations were cut) of
     conversations, (ids, counts) each. filler: the id that fills rows; together: a row may have
-    several."""
+    several. A conversation goes into the open row that it fills best, the first of equals, or opens
+    a new one."""
     rows = []
+    open_rows = []  # (tokens that a row has room for, its index), sorted
     cut = 0
     for ids, counts in conversations:
         cut += len(ids) > T
-        if not (rows and together and len(rows[-1][0]) + len(ids) <= T):
+        ids, counts = ids[:T], counts[:T]
+        best = bisect.bisect_left(open_rows, (len(ids),))
+        if best < len(open_rows):
+            room, row = open_rows.pop(best)
+        else:
+            room, row = T, len(rows)
             rows.append(([], []))
-        rows[-1][0].extend(ids[:T])
-        rows[-1][1].extend(counts[:T])
+        rows[row][0].extend(ids)
+        rows[row][1].extend(counts)
+        if together and room > len(ids):
+            bisect.insort(open_rows, (room - len(ids), row))
+            del open_rows[:-OPEN_ROWS]  # the fullest, if there are too many
     tokens = np.full((len(rows), T), filler, np.uint32)
     mask = np.zeros((len(rows), T), bool)
     for i, (ids, counts) in enumerate(rows):

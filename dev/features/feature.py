@@ -1,5 +1,6 @@
 """What a feature says of itself. Its module ends with a Feature, and order.py finds all of them: it
 makes --help, a run's classes and all other tables from them."""
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -65,6 +66,13 @@ def is_hopper(flags, c):
 def kernels_of(file):
     """The CUDA file beside a feature's module, whose __file__ is given."""
     return Path(file).resolve().with_suffix(".cu")
+
+
+def header_switches(macro, path, *included):
+    """Have kernels.cu include a file, which may include others, where it asks for this macro.
+    Compilers' caches know flags, but not included files: so the files' checksum is a flag."""
+    version = zlib.crc32(b"".join(each.read_bytes() for each in (path, *included)))
+    return [f"-I{path.parent}", f"-D{macro}=<{path.name}>", f"-D{macro}_VERSION={version}"]
 
 
 def numbers(values, shape):

@@ -12,13 +12,12 @@ That saves 36 launches a step and 1% of its time. fused_biases.cu has the kernel
 compiled with fused_biases.cuh, whose Output carries where the sums of columns go.
 """
 import re
-import zlib
 
 import numpy as np
 
 from dev.common.cuda_source import without_comments
 from dev.features.devices import address_of
-from dev.features.feature import Feature, is_fast, kernels_of
+from dev.features.feature import Feature, header_switches, is_fast, kernels_of
 from train_gpt2 import PARTIAL_ROWS, Row, ceil_div, layernorm_backward_launch
 
 SOURCE = kernels_of(__file__)
@@ -26,11 +25,8 @@ OUTPUT = SOURCE.with_suffix(".cuh")  # in place of kernels.cu's struct Output
 
 
 def output_switches(output, *included):
-    """Compile kernels.cu with another struct Output, whose file includes others. Compilers' caches
-    know flags, but not included files: so the files' checksum is a flag."""
-    texts = b"".join(path.read_bytes() for path in (output, *included))
-    return [f"-I{output.parent}", f"-DOUTPUT=<{output.name}>",
-            f"-DOUTPUT_VERSION={zlib.crc32(texts)}"]
+    """Compile kernels.cu with another struct Output, whose file includes others."""
+    return header_switches("OUTPUT", output, *included)
 
 
 def kernels_with_output(sources):

@@ -76,6 +76,7 @@ ORDER = {
     "gelu products": "they have the sums of rows that fused biases would make",
     "samples later": "takes kv_cache.cu away before start's clock runs",
     "fused biases": "prepares the sums that attention's kernels make: those of five products, too",
+    "documents": "its line of a run comes after a first run's",
 }
 
 

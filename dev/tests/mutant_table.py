@@ -13,6 +13,7 @@ FP8_OUTPUT, BOXES, SUMS = ("dev/features/fp8/fp8_output.cuh", "dev/cpu/hopper.h"
 FUSED, RECOMPUTE = "dev/features/fused_biases.cu", "dev/features/recompute.cu"
 RECOMPUTE_LLAMA = "dev/features/recompute_llama.cu"
 FUSED_TESTS = "attention", "rows"  # of test_fused_biases.py
+SIGHT, DOCUMENTS = "dev/features/documents.cuh", "dev/features/documents.cu"
 # What is said of a fault that reads what it does not use, which only AddressSanitizer sees; and of
 # one that only the race finder sees: on a CPU blocks run one after another, as threads often do by
 # chance.
@@ -20,8 +21,8 @@ OUT_OF_BOUNDS, RACE = "out of bounds", "race"
 
 
 class Fault(NamedTuple):
-    # The lab's kernel whose checks must fail; for fp8, SUMS and FUSED_TESTS a test; for Hopper's
-    # kernels the file of their tests
+    # The lab's kernel whose checks must fail; for fp8, SUMS, FUSED_TESTS and documents a test; for
+    # Hopper's kernels the file of their tests
     kernel: str
     # The function: its name, or more of its definition from the name on; "": the whole file
     where: str
@@ -186,7 +187,19 @@ TABLE = [
         ("own_rows", "nth / GROUP", "nth % NKV"),
         ("next", "row = first;", "row = first + B_c_BACK;"),
         ("attention_backward_kv", "out_head.h += to.head;", ""),
-        ("attention_backward_kv", "own.first, T, GROUP", "own.first, T, 1")),
+        ("attention_backward_kv", "(own), GROUP", "(own), 1")),
+    # ---- documents.cuh and documents.cu
+    *of("attention",
+        ("first_key", "own.first)", "own.first + B_r - 1)"),
+        ("end_of_queries", "own.first + B_r - 1", "own.first"),
+        ("hide_future", "!diagonal && !edge", "!diagonal"),
+        ("hide_future", "c > r || c < bound", "c > r"),
+        ("hide_future", "c < r || c >= bound", "c < r"),
+        ("hide_future", "-0x1p126f", "LOWEST"), file=SIGHT),
+    *of("bounds", ("begins", " || targets[t] >= 0", ""), file=DOCUMENTS),
+    *of("positions",
+        ("add_positions", "t - bounds[2 * row - t]", "t"),
+        ("add_position_gradients", "if (t + place < ends[t]) ", ""), file=DOCUMENTS),
     # ---- fused_biases.cu
     *of("attention",
         ("store_column_sums", "+ share * HP", "+ 0 * HP"),

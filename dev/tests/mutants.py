@@ -10,9 +10,9 @@ A fault is a change of kernels.cu, of one of dev/'s .cu files, or of a file of t
 of mutant_table.py, and each barrier removed. It is made in a copy of the repository, where a check
 has to fail: the lab's of one kernel on the CPU, until the first failure, of all of its versions for
 a file of the lab, else of the trainer's; a test of dev/tests/test_fp8.py for FP8, of test_ranks.py
-for bf16_sums.cu, of test_fused_biases.py for fused_biases.cu; or wrong() of the tests of kernels
-for Hopper, which a CPU emulates. A fault that is not found has survived: its check needs a better
-problem. The unchanged kernel must pass.
+for bf16_sums.cu, of test_fused_biases.py for fused_biases.cu, of test_documents.py for those of
+documents; or wrong() of the tests of kernels for Hopper, which a CPU emulates. A fault that is not
+found has survived: its check needs a better problem. The unchanged kernel must pass.
 """
 import argparse
 import importlib
@@ -32,9 +32,9 @@ from dev.common.cuda_source import without_comments
 from dev.common.program import run_main
 from dev.features.order import SOURCES
 from dev.tests.checks import TOP
-from dev.tests.mutant_table import (AS_HOPPER, BARRIERS, FP8, FP8_OUTPUT, FUSED_TESTS, HOPPER,
-                                    KERNELS, LLAMA, OUT_OF_BOUNDS, RACE, SUMS, TABLE, TILES, UNSEEN,
-                                    Fault)
+from dev.tests.mutant_table import (AS_HOPPER, BARRIERS, DOCUMENTS, FP8, FP8_OUTPUT, FUSED_TESTS,
+                                    HOPPER, KERNELS, LLAMA, OUT_OF_BOUNDS, RACE, SIGHT, SUMS, TABLE,
+                                    TILES, UNSEEN, Fault)
 from train_gpt2 import UserError
 
 LAB = "dev/lab/kernels"
@@ -170,6 +170,7 @@ def way_of(mutant):
     right."""
     kernel, dtype, file = mutant.kernel, mutant.dtype, mutant.file
     test = "test_fp8" if dtype == "fp8" else "test_ranks" if file == SUMS else (
+        "test_documents" if file in (SIGHT, DOCUMENTS) else
         "test_fused_biases" if kernel in FUSED_TESTS else None)
     # -O1 compiles in half of the time.
     flags = "-O1 -fsanitize=address" if mutant.said == OUT_OF_BOUNDS else f"-O1 {mutant.flag}"

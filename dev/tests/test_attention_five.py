@@ -204,9 +204,11 @@ def test_others(device_name):
         with mock.patch.object(gpus, "capability", return_value=gpu):
             yield f"files for {gpu} {dtype} {C // 2}", np.array(len(run.make_device())), wish, EXACT
     [row] = [feature for feature in FEATURES if feature.name == "five products"]
-    for device, plain, wish in (("cuda", 0, True), ("cuda", 1, False), ("cpu", 0, False)):
-        asked = bool(row.asked(SimpleNamespace(device=device, plain=plain), None))
-        yield f"asked for, {device} {plain=}", np.array(asked), wish, EXACT
+    for device, plain, mask, wish in (("cuda", 0, 0, True), ("cuda", 1, 0, False),
+                                      ("cpu", 0, 0, False), ("cuda", 0, 1, False)):
+        flags = SimpleNamespace(device=device, plain=plain, document_mask=mask)
+        asked = bool(row.asked(flags, None))
+        yield f"asked for, {device} {plain=} {mask=}", np.array(asked), wish, EXACT
 
 
 def wrong(race=False):

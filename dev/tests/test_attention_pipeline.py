@@ -102,7 +102,8 @@ def test_choice():
 
 
 def test_others():
-    """Heads of other sizes, other dtypes, ReLU and GPUs other than Hopper are not affected."""
+    """Heads of other sizes, other dtypes, ReLU, documents and GPUs other than Hopper are not
+    affected."""
     run = Training(SimpleNamespace())
     run.layers, run.Device = [attention_pipeline.FEATURE], lambda dtype, c, beside: beside
     for gpu, dtype, C, wish in ((90, "bf16", 128, 2), (90, "fp8", 128, 2), (90, "bf16", 256, 0),
@@ -111,10 +112,12 @@ def test_others():
         with mock.patch.object(gpus, "capability", return_value=gpu):
             yield f"files for {gpu} {dtype} {C // 2}", np.array(len(run.make_device())), wish, EXACT
     [row] = [feature for feature in FEATURES if feature.name == "pipelined attention"]
-    for device, plain, attention, wish in (
-            ("cuda", 0, "softmax", True), ("cuda", 0, "relu", False), ("cuda", 1, "softmax", False),
-            ("cpu", 0, "softmax", False)):
-        flags = SimpleNamespace(device=device, plain=plain, attention=attention)
+    for device, plain, attention, documents, wish in (
+            ("cuda", 0, "softmax", 0, True), ("cuda", 0, "relu", 0, False),
+            ("cuda", 1, "softmax", 0, False), ("cpu", 0, "softmax", 0, False),
+            ("cuda", 0, "softmax", 1, False)):
+        flags = SimpleNamespace(device=device, plain=plain, attention=attention,
+                                document_mask=documents)
         check(f"asked for, {flags}", bool(row.asked(flags, None)) == wish)
 
 

@@ -133,16 +133,22 @@ def test_forms(folder):
 
 def test_rows():
     """Conversations of 3, 4, 2, 9 and 1 tokens in rows of 7, packed and one a row: none crosses a
-    row, and one that is too long is cut."""
+    row, and one that is too long is cut. Each goes into the open row that it fills best."""
     given = [([i] * n, [False] + [True] * (n - 1)) for i, n in enumerate((3, 4, 2, 9, 1), 1)]
     tokens, mask, cut = rows_of(given, 7, 0)
-    wish = [[1, 1, 1, 2, 2, 2, 2], [3, 3, 0, 0, 0, 0, 0], [4] * 7, [5, 0, 0, 0, 0, 0, 0]]
+    wish = [[1, 1, 1, 2, 2, 2, 2], [3, 3, 5, 0, 0, 0, 0], [4] * 7]
     check("packed", tokens.tolist() == wish and cut == 1, tokens.tolist())
-    wish = [[0, 1, 1, 0, 1, 1, 1], [0, 1, 0, 0, 0, 0, 0], [0, 1, 1, 1, 1, 1, 1], [0] * 7]
+    wish = [[0, 1, 1, 0, 1, 1, 1], [0, 1, 0, 0, 0, 0, 0], [0, 1, 1, 1, 1, 1, 1]]
     check("packed: what counts", mask.tolist() == np.bool_(wish).tolist(), mask.tolist())
     tokens, mask, cut = rows_of(given, 7, 0, together=False)
     check("one a row", [row[0] for row in tokens.tolist()] == [1, 2, 3, 4, 5] and cut == 1, tokens)
     check("one a row: what counts", mask.sum(1).tolist() == [2, 3, 1, 6, 0], mask.sum(1))
+    given = [([i] * n, [True] * n) for i, n in enumerate((4, 5, 2, 3), 1)]
+    for most, wish in ((9, [[1] * 4 + [4] * 3, [2] * 5 + [3] * 2]),
+                       (1, [[1] * 4 + [3] * 2 + [0], [2] * 5 + [0] * 2, [4] * 3 + [0] * 4])):
+        with mock.patch.object(chats, "OPEN_ROWS", most):
+            tokens, _, _ = rows_of(given, 7, 0)
+        check(f"the best of {most} open rows", tokens.tolist() == wish, tokens.tolist())
 
 
 def prepare(module, *arguments):

@@ -49,7 +49,8 @@ def counting_device(name, dtype, Model, *more):
 
 def masked_model(device_name, *flags, Model=GPT2, device=None):
     device = device or device_for(place_of(device_name), "fp32", Model)
-    model = model_class(Model, "--mask", "1", *flags)(CONFIGS[Model], device, B, T)
+    kind = model_class(Model, "--mask", "1", "--document-mask", "0", *flags)
+    model = kind(CONFIGS[Model], device, B, T)
     model.set_parameters((name, 4 * values if values.ndim > 2 else values)
                          for name, values in draw_parameters(CONFIGS[Model], 1))
     return model

@@ -35,6 +35,8 @@ def choose_checkpoint(folder, steps):
     folder.notes_path = path = folder.file("run", folder.step or 0)
     folder.notes = read_notes(path, folder.table, folder.features)
     before = folder.notes["flags"] if folder.notes else {}
+    older = {flag.key: flag.of_older for flag in folder.table if before and flag.key not in before}
+    before = older | before
     warn_of_unknown(path, before, folder.table, sys.stdout if flags.sample is None else sys.stderr)
     restored = [flag.key for flag in folder.table
                 if flag.restored and flag.key in before and getattr(flags, flag.key, 0) is None]

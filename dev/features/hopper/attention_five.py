@@ -9,6 +9,7 @@ RoPE, they also replace rope_backward.
 import numpy as np
 
 from dev.common import gpus
+from dev.features import documents
 from dev.features.feature import Feature, is_fast, kernels_of
 from train_gpt2 import Row, carve, ceil_div
 
@@ -118,7 +119,8 @@ class FiveProducts:
 
 
 FEATURE = Feature(
-    "five products", lambda flags, ranks: is_fast(flags), FiveProducts, sources=SOURCES,
+    "five products", lambda flags, ranks: is_fast(flags) and not documents.asked(flags, ranks),
+    FiveProducts, sources=SOURCES,
     compiled=lambda flags, c: (gpus.capability() == HOPPER and flags.dtype in ("bf16", "fp8")
                                and c.C // c.NH == HS),
     chapter="attention in five products")

@@ -3,6 +3,7 @@ keys and values that a fifth one loads. attention_pipeline.cu says how."""
 from pathlib import Path
 
 from dev.common import gpus
+from dev.features import documents
 from dev.features.feature import Feature, is_fast
 from dev.features.hopper.attention_five import HOPPER
 from train_gpt2 import ceil_div
@@ -44,7 +45,8 @@ class PipelinedForward:
 
 
 FEATURE = Feature(
-    "pipelined attention", lambda flags, ranks: is_fast(flags) and flags.attention == "softmax",
+    "pipelined attention", lambda flags, ranks: (is_fast(flags) and flags.attention == "softmax"
+                                                 and not documents.asked(flags, ranks)),
     PipelinedForward, sources=SOURCES,
     compiled=lambda flags, c: (gpus.capability() == HOPPER and flags.dtype in ("bf16", "fp8")
                                and c.C // c.NH == HS),
