@@ -59,6 +59,7 @@ class Cpu(Host):
     """The CPU, all of its cores. dtype, c, beside: as for train_gpt2.Cuda. CXX names the compiler
     and CXXFLAGS adds flags to it. Raises UserError."""
     hopper = False
+    AHEAD, INSTEAD = (), ""  # files ahead of the loops; how loops begin that take another's place
     multiprocessors = 16  # shares of a sum over rows: each costs a row of partial sums
     # A loop takes any row, and an item of attention is a head.
     attention_sizes = SimpleNamespace(rows=2**30, threads=1, shared_forward=0, shared_backward=0)
@@ -99,17 +100,19 @@ class Cpu(Host):
 
     def compile(self):
         """Compile the loops, for any model, and find a loop for each kernel that has one."""
-        files = [path for path in map(loops_of, self.sources) if path.exists()]
+        files = [*self.AHEAD,
+                 *(path for path in map(loops_of, self.sources) if path.exists())]
         texts = {path: path.read_text("utf-8") for path in files}
-        flags = [*FLAGS, "-fno-trapping-math", *["-DBF16"] * (self.real == BF16),
-                 *flags_asked_for()]
+        flags = [*FLAGS, "-fno-trapping-math", *self.CONTRACTION,
+                 *["-DBF16"] * (self.real == BF16), *flags_asked_for()]
         debugged = any(flag.startswith("-g") for flag in flags)
         source = "".join(f'#line 1 "{path if debugged else path.name}"\n{text}\n'
                          for path, text in texts.items())
         self.path, _ = compiled("the kernels' loops", flags, source)
         self.library = loaded(self.path, "the kernels' loops")
         values = dict(re.findall(r"-D(CHANNELS|HS|GROUP)=(\d+)", " ".join(self.switches())))
-        values = {"C": int(values["CHANNELS"]), "HS": int(values["HS"]),
+        self.C = int(values["CHANNELS"])
+        values = {"C": self.C, "HS": int(values["HS"]),
                   "GROUP": int(values.get("GROUP", 1)), "blocks": None, "heads": None,
                   "documents": self.documents}
         for name, parameters in read_loops(source).items():
@@ -117,6 +120,7 @@ class Cpu(Host):
             function.restype = None
             function.argtypes = [C_TYPES.get(text.split()[0], ctypes.c_void_p) if "*" not in text
                                  else ctypes.c_void_p for text in parameters]
+            name = name.removeprefix(self.INSTEAD)
             if name in self.kernels:
                 kernel = self.kernels[name]
                 count = len(kernel.parameters)

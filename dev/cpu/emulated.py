@@ -108,7 +108,8 @@ class Emulated(Host):
     def build(self, sources):
         """The path of the shared library, compiled if there is none for these files, flags and this
         processor."""
-        flags = [*FLAGS, "-U_FORTIFY_SOURCE", *self.switches(), *flags_asked_for()]
+        flags = [*FLAGS, "-U_FORTIFY_SOURCE", *self.CONTRACTION, *self.switches(),
+                 *flags_asked_for()]
         if self.races:
             flags.remove("-fopenmp")
             flags += races.MORE_FLAGS

@@ -65,6 +65,9 @@ inline long ceil_div(long a, long b) { return (a + b - 1) / b; }
 // then a matter of writing n + 127 where a float keeps its exponent: 255 means infinity, from
 // x = 88.4 on, and 0 makes zero. A NaN stays one.
 constexpr float LOG2_E = 1.442695041f, LN_2 = 0.6931471806f;
+#ifdef EXACT
+inline float exponential(float x) { return exact::exp(x); }  // see features/exact
+#else
 inline float exponential(float x) {
     x = x < -88.0f ? -88.0f : x > 89.0f ? 89.0f : x;
     float shifted = x * LOG2_E + 12582912.0f, n = shifted - 12582912.0f;
@@ -77,6 +80,7 @@ inline float exponential(float x) {
     float power = bits_as<float>((bits_as<uint32_t>(shifted) << 23) + 0x3f800000u);  // 2^n
     return (p * square + (f + 1.0f)) * power;
 }
+#endif
 
 extern "C" {
 
@@ -240,6 +244,9 @@ void add_partials(float* out1, float* out2, const float* partials, int blocks, i
 
 // gelu(x) = x/2 (1 + tanh u) = x g with u = sqrt(2/pi) (x + 0.044715 x^3) and g = 1/(1 + exp(-2u))
 constexpr float SQRT_8_OVER_PI = 1.595769122f, CUBIC = 0.044715f * SQRT_8_OVER_PI;
+#ifdef EXACT
+using exact::gelu, exact::gelu_derivative;
+#else
 inline float gelu(float x) {
     return x / (1.0f + exponential(-x * (SQRT_8_OVER_PI + CUBIC * x * x)));
 }
@@ -251,6 +258,7 @@ inline float gelu_derivative(float x) {
     float larger = 1.0f / (1.0f + e), smaller = e * larger, g = x > 0.0f ? larger : smaller;
     return g + x * (larger * smaller) * (SQRT_8_OVER_PI + 3.0f * CUBIC * x * x);
 }
+#endif
 
 extern "C" {
 
@@ -439,11 +447,46 @@ struct Matrix {
     float* operator[](long i) { return lines[0].numbers + i * columns; }
 };
 
+// What follows is done in another way for --exact, with which a sum has the order that it has on a
+// GPU: see features/exact. A weight is e^(scale * score - log(2) lse).
+#ifdef EXACT
+inline float weight_of(float score, float scale, float lse) {
+    return exact::exp2(scale * LOG2_E * score - lse);
+}
+inline float dot(const float* x, const float* y, int n) {  // two lanes take packs by turns
+    float sums[2] = {};
+    for (int c = 0, pack = n % 4 ? 1 : 4; c < n; c++) sums[c / pack % 2] += x[c] * y[c];
+    return sums[0] + sums[1];
+}
+#else
+inline float weight_of(float score, float scale, float lse) {
+    return exponential(scale * score - lse * LN_2);
+}
+inline float dot(const float* x, const float* y, int n) {
+    float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+    for (int c = 0; c < n; c++) sum += x[c] * y[c];
+    return sum;
+}
+#endif
+
 // A tile of sum (I,J) = left (I,K) right (K,J), or += if adds. The numbers from its first on, or in
 // its row and column, are sum[i * ls + j], right[k * lr + j] and left[i * li + k * lk]: with
 // (li,lk) = (stride,1) left is read as it is stored, and its transpose with (1,stride).
 static void multiply_tile(float* sum, long ls, const float* left, long li, long lk,
                           const float* right, long lr, long K, bool adds) {
+#ifdef EXACT  // one chain of fmaf for each number, however K is cut
+    float tile[ROWS][COLUMNS] = {};
+    for (int r = 0; adds && r < ROWS; r++)
+        for (int c = 0; c < COLUMNS; c++) tile[r][c] = sum[r * ls + c];
+    for (long k = 0; k < K; k++)
+        for (int r = 0; r < ROWS; r++)
+#pragma omp simd
+            for (int c = 0; c < COLUMNS; c++)
+                tile[r][c] = fmaf(left[r * li + k * lk], right[k * lr + c], tile[r][c]);
+    for (int r = 0; r < ROWS; r++)
+        for (int c = 0; c < COLUMNS; c++) sum[r * ls + c] = tile[r][c];
+#else
     Vector tile[ROWS][VECTORS] = {};
     for (long k = 0; k < K; k++) {
         Vector of_right[VECTORS];  // for all rows
@@ -456,6 +499,7 @@ static void multiply_tile(float* sum, long ls, const float* left, long li, long 
             Vector& to = ((Vector*)(sum + r * ls))[v];
             to = adds ? to + tile[r][v] : tile[r][v];
         }
+#endif
 }
 
 // All tiles. I and J are rounded up to whole ones, for which a Matrix has its zeros.
@@ -589,10 +633,10 @@ static long weights_and_dscores(Matrix& weights, Matrix& dscores, Matrix& q, Mat
     multiply_block(dscores, dout, v_transposed, first, rows, tile, HS);  // dweights, at first
     for (long i = 0; i < rows; i++) {
         long t = first + i, begin = first_key(documents, b, T, t), keys = first + rows;
-        float *weight = weights[i], *dscore = dscores[i], l = lse[t] * LN_2, d = delta[t];
+        float *weight = weights[i], *dscore = dscores[i], l = lse[t], d = delta[t];
 #pragma omp simd
         for (long s = tile; s < keys; s++) {  // of all keys of whole tiles: whole vectors
-            weight[s] = exponential(scale * weight[s] - l);
+            weight[s] = weight_of(weight[s], scale, l);
             dscore[s] = weight[s] * (dscore[s] - d);
         }
         for (float* x : {weight, dscore}) {
@@ -621,12 +665,7 @@ void attention_backward_q(real* dqkv, float* delta, const float* lse, const real
         Matrix v_transposed = transposed_head_of(sequence + (NH + NKV + kv) * HS, width, T, HS);
         Matrix y = head_of(out + (b * T * NH + h) * HS, (long)NH * HS, T, HS);
         Matrix dy = head_of(dout + (b * T * NH + h) * HS, (long)NH * HS, T, HS);
-        for (long t = 0; t < T; t++) {
-            float sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-            for (int c = 0; c < HS; c++) sum += y[t][c] * dy[t][c];
-            delta[head * T + t] = sum;
-        }
+        for (long t = 0; t < T; t++) delta[head * T + t] = dot(y[t], dy[t], HS);
         Matrix weights(BLOCK, T), dscores(BLOCK, T), dq(T, HS);
         for (long first = 0; first < T; first += BLOCK) {
             long rows = std::min(BLOCK, T - first);

@@ -55,7 +55,7 @@ def trains(flags):
 
 
 def is_fast(flags):
-    return flags.device == "cuda" and not flags.plain
+    return flags.device == "cuda" and not flags.plain and not getattr(flags, "exact", 0)
 
 
 def is_hopper(flags, c):

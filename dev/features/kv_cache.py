@@ -519,7 +519,7 @@ class CachedLlama:
 def asked(flags, ranks):
     """Whether a run writes samples. FP8's products want many rows."""
     samples = flags.sample is not None or flags.sample_every and flags.sample_tokens
-    return bool(flags.kv_cache and samples and flags.dtype != "fp8")
+    return bool(flags.kv_cache and samples and flags.dtype != "fp8" and not flags.exact)
 
 
 FEATURE = Feature(

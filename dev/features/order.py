@@ -65,6 +65,7 @@ ORDER = {
     "dropout in norms": "does inside a norm what dropout would do before it",
     "dropout": "drops before recompute 2, fp8 and others replace the layer's parts",
     "ema": "averages after the update, be it Muon's or that of bf16 moments",
+    "exact": "its cosine takes the place of schedule's, and it sums up bits after any update",
     "symmetric products": "they take the place of Muon's",
     "recompute 2": "computes a layer again without the gathering and counting above",
     "hint": "its half of the error comes before memory's",
@@ -143,7 +144,8 @@ def with_defaults(flags, table, kind):
     """(the flags with defaults for those that were not given; why they have this model, if -e does
     not say so). kind: the model's Config."""
     chosen, why = first_run.choose(flags, kind)
-    defaults = {key_of(row): row[3] for row in table} | dict(dtype=default_dtype(flags.device))
+    defaults = {key_of(row): row[3] for row in table} | dict(
+        dtype="fp32" if flags.exact else default_dtype(flags.device))
     return filled(flags, defaults | chosen), why
 
 

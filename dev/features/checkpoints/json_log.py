@@ -61,7 +61,8 @@ class Noted:
         skipped = {} if verdict.update else dict(skipped=True)
         self.note(run, step.number, loss=shortest(verdict.loss), norm=shortest(verdict.norm),
                   lr=shortest(step.rate), ms=round(1e3 * step.seconds, 3),
-                  tok_per_s=round(total / step.seconds), tokens=step.number * total, **skipped)
+                  tok_per_s=round(total / step.seconds), tokens=step.number * total, **skipped,
+                  **getattr(step, "noted", {}))
 
     def validated(self, run, done, loss):
         self.note(run, done, val_loss=shortest(loss))

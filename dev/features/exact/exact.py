@@ -1,0 +1,260 @@
+"""--exact 1: a run whose bits do not depend on the machine, in fp32: on any GPU from 8.0 on, and on
+a CPU with any compiler and any number of threads.
+
+Sums have one order in kernels.cu as it is, as long as grids and blocks are the same. So here they
+are the same on all machines. exact.cuh replaces what is left to a machine: the approximations of
+e^x, 2^x and logarithms, and attention's tensor cores. exact.cu multiplies in place of a library,
+and no compiler may make an fmaf of a product and a sum. On the CPU the loops of exact.cpp, and some
+of dev/cpu/kernels.cpp, have the kernels' order of sums; with --device emulated the kernels run
+themselves.
+
+After each step all bits of the parameters are summed up, tensor by tensor and layer by layer. In
+log.jsonl "hash" is a hash of these sums, the loss, and the hash before, so that the last one stands
+for the whole run; "parts" has 16 bits of each sum, in the order of the parameters, to say what
+differs. python -m dev.tools.verify replays such a run on another machine.
+"""
+import hashlib
+import re
+from types import SimpleNamespace
+
+import numpy as np
+
+from dev.cpu.device import Cpu
+from dev.cpu.emulated import Emulated
+from dev.features.feature import Feature, Flag, kernels_of, stack
+from train_gpt2 import Cuda, Row, ceil_div, source_of, stride_of, whole_shape
+
+SOURCE = kernels_of(__file__)
+ARITHMETIC = SOURCE.with_suffix(".cuh")
+
+
+# ---- Devices: the same grids, blocks and arithmetic
+
+
+class Steady:
+    """What decides over the order of sums: shares of a sum, and how many rows fit a block."""
+    multiprocessors = 128
+    max_shared = 98 * 1024  # bytes, which GPUs from 8.0 on have
+
+
+class ExactCuda(Steady):
+    """A mixin in front of a GPU's devices."""
+    OPTIONS = (*Cuda.OPTIONS, "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
+    MINIMUM = {"fp32": 80}
+
+    def compile(self, sources):
+        self.enough = self.multiprocessors  # blocks for all of them
+        self.multiprocessors, self.max_shared = Steady.multiprocessors, Steady.max_shared
+        super().compile(sources)
+
+    def module_of(self, code):
+        return super().module_of(source_of(ARITHMETIC) + code)
+
+    def matmul(self, out, left, right, bias=None, accumulate=False, gelu=None, dgelu_at=None):
+        launch_product(self, out, left, right, bias, accumulate, self.enough)
+        self.gelu_of_product(out, gelu, dgelu_at)
+
+
+def launch_product(device, out, left, right, bias, accumulate, enough):
+    """out = left @ right + bias, or out += left @ right, by larger tiles if there are enough."""
+    (I, J), K = out.shape, len(right)
+    transposed_l, stride_l = stride_of(left)
+    transposed_r, stride_r = stride_of(right)
+    side = 128 if ceil_div(I, 128) * ceil_div(J, 128) >= enough else 64
+    device.launch("exact_product" if side == 128 else "exact_small_product", (J, I), out, left,
+                  right, bias, not transposed_l, transposed_r, stride_l, stride_r, I, J, K,
+                  accumulate, shared=2 * 2 * 16 * (side + 4) * 4)  # two stages of both tiles
+
+
+class ExactCpu(Steady):
+    """What both devices of the CPU share."""
+    CONTRACTION = ("-ffp-contract=off", "-DEXACT")
+
+
+class ExactEmulated(ExactCpu):
+    """A mixin in front of Emulated; the CPU's loop multiplies."""
+    max_threads = 1024
+    loops = None
+
+    def __init__(self, dtype, c, *args, **keywords):
+        self.config = c
+        super().__init__(dtype, c, *args, **keywords)
+
+    def compile(self, sources):
+        super().compile([ARITHMETIC, *sources])
+
+    def matmul(self, *args, **keywords):
+        if not self.loops:
+            self.loops = stack(Cpu, [ExactLoops])(self.dtype, self.config)
+        self.loops.matmul(*args, **keywords)
+
+
+class ExactLoops(ExactCpu):
+    """A mixin in front of Cpu, whose loops called exact_... take the place of others."""
+    AHEAD, INSTEAD = (ARITHMETIC,), "exact_"
+
+    def __init__(self, dtype, c, beside=()):
+        super().__init__(dtype, c, [*dict.fromkeys([*beside, SOURCE])])
+
+    def compile(self):
+        super().compile()
+        threads, of_row = ((384, 32) if self.C <= 768 else (256, 32) if self.C <= 1280 else
+                           (512, 128))
+        self.layernorm_sizes = SimpleNamespace(threads=threads, row_threads=of_row,
+                                               shared_of_row=2 * 3 * 4 * self.C)
+
+    def emulate(self, only=None):
+        return stack(Emulated, [ExactEmulated])(self.dtype, self.config, self.sources, only,
+                                                given=self.switches())
+
+
+DEVICES = {"cuda": ExactCuda, "cpu": ExactLoops, "emulated": ExactEmulated}
+
+
+# ---- The model: host arithmetic, and what the parameters' bits are
+
+
+class Power(float):
+    """A number whose powers are products: a C library's pow may be another than the nearest."""
+
+    def __pow__(self, n):
+        result, square = 1.0, float(self)
+        while n:
+            result, square, n = result * square if n % 2 else result, square * square, n // 2
+        return result
+
+
+def cosine(x):
+    """cos(x) for 0 <= x <= pi, from sums and products of doubles."""
+    term = total = 1.0
+    for n in range(1, 16):
+        term *= -x * x / ((2 * n - 1) * (2 * n))
+        total += term
+    return total
+
+
+def hash_of(data):
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def pieces_of(c):
+    """[(name, layer or None, numbers)] of the parameters, in their order in memory."""
+    return [(row.name, l if row.layers else None, row.size // max(1, row.layers))
+            for row in c.parameter_table() for l in range(max(1, row.layers))]
+
+
+class ExactModel:
+    """A model that sums up its parameters' bits after each update."""
+
+    @classmethod
+    def tables(cls, c, device, B, T):
+        tables, count = super().tables(c, device, B, T), len(pieces_of(c))
+        rows = [Row("sums", (count,), np.uint64), Row("pieces", (count + 1,), np.uint64)]
+        return tables | {"update": tables["update"] + rows}
+
+    def __init__(self, *args, **keywords):
+        super().__init__(*args, **keywords)
+        self.largest = max(size for *_, size in pieces_of(self.config))
+        self.device.put(self.adam.pieces,
+                        np.cumsum([0, *(size for *_, size in pieces_of(self.config))]))
+
+    def start_step(self, beta1=0.9, beta2=0.999, **settings):
+        super().start_step(beta1=Power(beta1), beta2=Power(beta2), **settings)
+
+    def update_pass(self):
+        super().update_pass()
+        self.sum_bits()
+
+    def sum_bits(self):
+        """sums = the sums of the bits of all pieces of the parameters."""
+        sums = self.adam.sums
+        self.device.zero(sums)
+        parameters = self.arenas["parameters"].view(np.float32)
+        self.device.launch("fingerprints", (self.largest, len(sums)), sums, parameters,
+                           self.adam.pieces)
+
+
+class ExactTraining:
+    """A run of such a model: its first numbers, its rates, and its hashes."""
+    hash = ""  # after the last step
+
+    def first_parameters(self):
+        """As the trainer's; drawn from the integers of PCG64, which all versions of NumPy share."""
+        if self.from_file:
+            yield from super().first_parameters()
+            return
+        for i, row in enumerate(self.config.parameter_table()):
+            bits = np.random.PCG64([self.flags.seed, i]).random_raw(3 * row.size).astype("<u8")
+            sums = bits.view("<u2").reshape(12, row.size).sum(axis=0, dtype=np.int32)
+            # a sum of 12 uniform numbers has the variance 1, and is nearly normal
+            values = (sums - np.int32(6 * 65535)).astype(np.float32) / np.float32(65536)
+            values = (values * np.float32(row.std) + np.float32(row.mean)).reshape(whole_shape(row))
+            if row.name == "wte":
+                values[self.config.V :] = 0  # no word
+            yield row.name, values
+
+    def learning_rate(self, step):
+        flags, f = self.flags, np.float32
+        if flags.schedule != "cosine" or step < flags.warmup:
+            return super().learning_rate(step)
+        rate = f(flags.learning_rate)
+        least = rate * f(flags.final_fraction)
+        progress = f(step - flags.warmup) / f(self.steps - flags.warmup)
+        angle = float(f(np.pi * float(progress)))
+        return least + f(0.5) * (f(1) + f(cosine(angle))) * (rate - least)
+
+    def make_model(self):
+        model = super().make_model()
+        model.sum_bits()
+        self.hash = self.next_hash(model.device.get(model.adam.sums), 0.0)
+        return model
+
+    def next_hash(self, sums, loss):
+        loss, sums = np.array(loss, "<f4"), sums.astype("<u8")
+        return hash_of(self.hash.encode() + loss.tobytes() + sums.tobytes())
+
+    def report(self, step, verdict):
+        sums = self.device.get(self.model.adam.sums)
+        self.hash = self.next_hash(sums, verdict.loss)
+        parts = "".join(f"{int(x) % 65536:04x}" for x in sums)
+        step.noted = dict(hash=self.hash, parts=parts)
+        super().report(step, verdict)
+
+    def state(self, model):
+        return super().state(model) | dict(hash=self.hash)
+
+    def set_state(self, model, notes):
+        super().set_state(model, notes)
+        self.hash = notes.get("hash", self.hash)
+
+
+class LastHash:
+    """Tells the last hash."""
+
+    def ended(self, run):
+        run.say(f"hash         | {run.hash} after step {run.model.step} (--exact), of all losses "
+                "and parameters")
+
+
+OTHERS = {
+    "ranks": "several processes: their sums have another order", "Llama3": "Llama 3",
+    "muon": "--optimizer muon", "dropout": "--dropout", "recompute 1": "--recompute",
+    "recompute 2": "--recompute", "masked targets": "masked targets", "moments": "--moments",
+    "outliers": "-sl and -sg", "label smoothing": "--label-smoothing", "relu": "--attention relu"}
+
+
+def refuses(flags):
+    wrong = flags.exact and flags.dtype not in (None, "fp32")
+    return f"--exact 1 --dtype {flags.dtype}: expected --dtype fp32" if wrong else ""
+
+
+FEATURE = Feature(
+    "exact", lambda flags, ranks: flags.exact, ExactModel, ExactTraining,
+    device=lambda flags: DEVICES.get(flags.device, ExactCuda), observer=LastHash, sources=(SOURCE,),
+    excludes={name: f"--exact 1: does not go with {what}" for name, what in OTHERS.items()},
+    refuses=refuses, flags=(
+        Flag(None, "--exact", "switch", 0, "1: fp32 whose bits are the same on every machine, with "
+             "a hash of each step in log.jsonl, which dev.tools.verify checks", "the machine",
+             after="--plain", must_agree=True),),
+    state={"hash": (lambda x: isinstance(x, str) and re.fullmatch("[0-9a-f]{16}", x),
+                    "16 hexadecimal digits")})
