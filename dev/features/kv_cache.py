@@ -192,13 +192,13 @@ class Cached:
         if hasattr(self, "held"):
             self.forget()
 
-    def behind(self):
+    def kept_before(self):
         """How many tokens are kept in front of those of the present pass; 0 if it is another."""
         return self.filling.start if self.filling else 0
 
     def embedding_forward(self):
         """As GPT2's; behind tokens that are kept, positions go on."""
-        start = self.behind()
+        start = self.kept_before()
         if not start:
             super().embedding_forward()
             return
@@ -215,7 +215,7 @@ class Cached:
     def attention_forward(self, out, lse, qkv):
         """As GPT2's. In a pass that fills the cache, keep the keys and values; behind tokens that
         are kept, attend to these, too."""
-        filling, start, c = self.filling, self.behind(), self.config
+        filling, start, c = self.filling, self.kept_before(), self.config
         if not start:
             super().attention_forward(out, lse, qkv)
         if not filling:
@@ -501,7 +501,7 @@ class CachedLlama:
 
     def rope(self, kernel, qkv):
         """As Llama3's; behind tokens that are kept, positions go on."""
-        start, table = self.behind(), self.acts.rope
+        start, table = self.kept_before(), self.acts.rope
         if start:
             self.acts.rope, qkv = self.cache.rope[start:], qkv[: self.filling.count]
         super().rope(kernel, qkv)

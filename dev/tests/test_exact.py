@@ -193,6 +193,24 @@ def test_compiled():
               any(word in ptx for word in (".approx", ".ftz", "mma.sync", ".f64")), len(bodies))
 
 
+def test_program_of_gpu(folder):
+    """What a GPU loads was compiled with these options alone, and once."""
+    if not has_nvrtc():
+        pytest.skip("NVRTC is not installed")
+    from cupy.cuda import compiler
+    device = SimpleNamespace(
+        OPTIONS=exact.ExactCuda.OPTIONS, capability=90, switches=lambda: ["-DFP32"],
+        cupy=SimpleNamespace(__version__="14", RawModule=lambda path: path))
+    with mock.patch.dict("os.environ", XDG_CACHE_HOME=str(folder)), mock.patch.object(
+            compiler, "_get_arch_for_options_for_nvrtc", lambda arch: ("-arch=sm_90", "cubin")
+            ), mock.patch.object(
+            compiler, "_NVRTCProgram", side_effect=compiler._NVRTCProgram) as programs:
+        paths = [exact.ExactCuda.module_of(device, "") for _ in range(2)]
+    check("once", programs.call_count == 1 and len(set(paths)) == 1, paths)
+    with open(paths[0], "rb") as file:
+        check("a program of the GPU", file.read(4) == b"\x7fELF")
+
+
 def arguments_of(folder, device="cpu"):
     return [str(x) for x in (
         "--device", device, "--exact", 1, "-e", TINY, "-i", folder / "part_train_0.bin", "-b", 2,
@@ -235,7 +253,7 @@ def test_runs(device_name, folder):
 
 
 def verified(*arguments):
-    status, out, error = call(*arguments, program=VERIFY)
+    status, out, error = call(*arguments, "--device", "cpu", program=VERIFY)
     return status, out + error
 
 
@@ -259,10 +277,10 @@ def test_verify(folder):
     with mock.patch.object(exact.ExactTraining, "learning_rate", other_rate):
         run_of(folder, "rate", "-n", 3)
     check_error("step 5 differs: its learning rate is 0.00914.*, and the run's flags give 0.00914",
-                folder / "rate", program=VERIFY)
+                folder / "rate", "--device", "cpu", program=VERIFY)
     change_log(folder / "rate", 5, lr=rows_of(run)[4]["lr"])
     check_error(r"step 5 differs: the loss is the same; \d+ of 28 parameters differ after it: wte, "
-                ".*; --trace 5, here", folder / "rate", program=VERIFY)
+                ".*; --trace 5, here", folder / "rate", "--device", "cpu", program=VERIFY)
 
     # A bit of a weight, after step 6, of which there is a checkpoint
     report = exact.ExactTraining.report
@@ -277,7 +295,7 @@ def test_verify(folder):
         run_of(folder, "bit", "-n", 3)
     check_error(r"step 6 differs: the loss is the same; 1 of 28 parameters differ after it: fcw of "
                 r"layer 1; first fcw\[1, 1, 13\], of 1 of 32768 numbers that differ: .* here, .* "
-                "there in model_00000006.bin", folder / "bit", program=VERIFY)
+                "there in model_00000006.bin", folder / "bit", "--device", "cpu", program=VERIFY)
 
     # A constant of the exponential, which attention uses first
     changed = folder / "exact.cuh"
@@ -292,7 +310,7 @@ def test_verify(folder):
     check_error(r"step 1 differs: the first array is line 7 of \d+: kernel attention_forward in "
                 r"layer_forward, layer 0 wrote atty\[.*\], of \d+ of 1024 numbers that differ: "
                 ".* here, .* there", folder / "constant", "--trace", 1, "--line", 7,
-                "--against", path, program=VERIFY)
+                "--against", path, "--device", "cpu", program=VERIFY)
     status, said = verified(run, "--trace", 1)
     status, said = verified(run, "--trace", 1, "--against", run / "trace_00000001.npz")
     check("the same trace", status == 0 and "all" in said and "are the same" in said, said)

@@ -19,10 +19,11 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from dev.common.cache import cache_folder
 from dev.cpu.device import Cpu
 from dev.cpu.emulated import Emulated
 from dev.features.feature import Feature, Flag, kernels_of, stack
-from train_gpt2 import Cuda, Row, ceil_div, source_of, stride_of, whole_shape
+from train_gpt2 import Cuda, Row, ceil_div, replace_file, source_of, stride_of, whole_shape
 
 SOURCE = kernels_of(__file__)
 ARITHMETIC = SOURCE.with_suffix(".cuh")
@@ -48,7 +49,16 @@ class ExactCuda(Steady):
         super().compile(sources)
 
     def module_of(self, code):
-        return super().module_of(source_of(ARITHMETIC) + code)
+        """As Cuda's. CuPy would have NVRTC flush numbers below 1.2e-38 to zero, which no CPU does:
+        so it is called here, and its program is kept in a file."""
+        from cupy.cuda.compiler import compile_using_nvrtc
+        code = source_of(ARITHMETIC) + code
+        options = *self.OPTIONS, "--split-compile=0", *self.switches()
+        key = hash_of(repr((code, options, self.capability, self.cupy.__version__)).encode())
+        path = cache_folder() / f"exact_{key}.cubin"
+        if not path.exists():
+            replace_file(path, [compile_using_nvrtc(code, options)[0]])
+        return self.cupy.RawModule(path=str(path))
 
     def matmul(self, out, left, right, bias=None, accumulate=False, gelu=None, dgelu_at=None):
         launch_product(self, out, left, right, bias, accumulate, self.enough)
