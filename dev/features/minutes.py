@@ -38,19 +38,19 @@ class ByTime:
         rate = super().learning_rate(step)
         return np.float32(self.recorded[step][0]) if step in self.recorded else rate
 
-    def share(self):
+    def over(self):
         """The share of the minutes that is over."""
         return self.milliseconds / (60000 * self.flags.minutes)
 
     def steps_after(self, done):
         """How many steps the run will have, as far as is known after `done`."""
-        over = self.share()
+        over = self.over()
         if over >= 1:
             return done
         return max(done + 1, round(done / over) if over else self.planned)
 
     def steps_take(self, done, mean):
-        return max(0, 1 - self.share()) * 60 * self.flags.minutes
+        return max(0, 1 - self.over()) * 60 * self.flags.minutes
 
     def announce(self):
         super().announce()

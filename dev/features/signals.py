@@ -41,7 +41,7 @@ class Stoppable:
         """As Training.train; to a caller such as Kept.train, a signal looks like a normal end."""
         if threading.current_thread() is threading.main_thread():  # no other one may handle any
             for number in numbers() if self.program else [signal.SIGINT]:
-                self.handlers.callback(signal.signal, number, signal.signal(number, self.stop))
+                self.handlers.callback(signal.signal, number, signal.signal(number, self.caught))
             if self.program:
                 self.begin()
         super().train()
@@ -74,7 +74,7 @@ class Stoppable:
         self.watched = False
         self.beginning.close()
 
-    def stop(self, number, frame):
+    def caught(self, number, frame):
         """A second Ctrl-C ends the program. In a library call it is KeyboardInterrupt at once."""
         if self.watched:
             return

@@ -203,3 +203,13 @@ def test_order():
     for a, b in itertools.combinations(free, 2):
         both = changed(a) & changed(b)
         check(f"{a.name}, {b.name}: name one in ORDER", not both or {a.name, b.name} in APART, both)
+
+
+def test_methods():
+    """A name is a method of all features' classes of a kind, or of none: a value would hide it."""
+    for kind in ("model", "training", "device"):
+        classes = {each for feature in order.FEATURES
+                   for each in getattr(getattr(feature, kind), "__mro__", [object])[:-1]}
+        methods, values = ({name for each in classes for name, value in vars(each).items()
+                            if hasattr(value, "__code__") == is_method} for is_method in (1, 0))
+        check(kind, not methods & values - {"__doc__"}, methods & values)
