@@ -20,6 +20,7 @@ from train_gpt2 import UserError, read_kernels, source_of
 
 KERNEL = re.compile(r'extern "C" __global__ void\s+(?:__launch_bounds__\(.*?\)\s*)?(?=\w+\()', re.S)
 PATIENCE = 1  # seconds of silence
+MOST_AHEAD = 2**28  # parameters that are drawn ahead: GPT-2 124M's, and no more than 1 GiB
 
 
 def functions_alone(text):
@@ -68,13 +69,19 @@ class Timed:
 
 
 class Drawn:
-    """Training whose first parameters are drawn while the GPU and the data are made ready."""
+    """Training whose first parameters are drawn while the GPU and the data are made ready. They are
+    in memory all at once, so those of a large model are not."""
+    drawn = None
 
     def make_device(self):
-        self.drawn = ThreadPoolExecutor(1).submit(list, super().first_parameters())
+        if sum(row.size for row in self.config.parameter_table()) <= MOST_AHEAD:
+            self.drawn = ThreadPoolExecutor(1).submit(list, super().first_parameters())
         return super().make_device()
 
     def first_parameters(self):
+        if self.drawn is None:
+            yield from super().first_parameters()
+            return
         while self.drawn.result():  # one by one, so that none stays in memory
             yield self.drawn.result().pop(0)
 

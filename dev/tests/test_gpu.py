@@ -350,7 +350,7 @@ def test_files_of_a_run(device_name, folder):
             "attention_pipeline.cu", "gelu_products.cu", "fp8.cu", "fp8_gelu.cu", "moments.cu",
             "ema.cu", "outliers.cu", "label_smoothing.cu", "fused_biases.cu", "dropout.cu",
             "masked.cu", "kv_cache.cu", "turns.cuh", "muon.cu", "symmetric.cu",
-            "swiglu_products.cu"}
+            "swiglu_products.cu", "documents.cu"}
     check("all files were there", files == wish, files ^ wish)
 
 

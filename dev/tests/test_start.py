@@ -91,11 +91,18 @@ def test_failed_compilation():
 
 @fast
 def test_drawn_ahead():
-    """Parameters are there before the device is, and are handed over one by one."""
+    """Parameters are there before the device is, and are handed over one by one. Those of a large
+    model are drawn when they are asked for."""
     pairs = [("wte", 1), ("wpe", 2)]
-    plain = type("Plain", (), dict(make_device=lambda run: [*run.drawn.result(9)],
-                                   first_parameters=lambda run: iter(pairs)))
+    config = mock.Mock()
+    plain = type("Plain", (), dict(
+        config=config, make_device=lambda run: run.drawn and [*run.drawn.result(9)],
+        first_parameters=lambda run: iter(pairs)))
+    config.parameter_table.return_value = [mock.Mock(size=2**27)] * 3
     run = stack(plain, [start.Drawn])()
+    check("not those of a large model", run.make_device() is None)
+    check("they are drawn later", [*run.first_parameters()] == pairs)
+    config.parameter_table.return_value.pop()
     check("drawn before there is a device", run.make_device() == pairs)
     check("all, in order", [*run.first_parameters()] == pairs)
     check("none stays in memory", not run.drawn.result())
