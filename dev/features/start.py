@@ -71,19 +71,19 @@ class Timed:
 class Drawn:
     """Training whose first parameters are drawn while the GPU and the data are made ready. They are
     in memory all at once, so those of a large model are not."""
-    drawn = None
+    early = None
 
     def make_device(self):
         if sum(row.size for row in self.config.parameter_table()) <= MOST_AHEAD:
-            self.drawn = ThreadPoolExecutor(1).submit(list, super().first_parameters())
+            self.early = ThreadPoolExecutor(1).submit(list, super().first_parameters())
         return super().make_device()
 
     def first_parameters(self):
-        if self.drawn is None:
+        if self.early is None:
             yield from super().first_parameters()
             return
-        while self.drawn.result():  # one by one, so that none stays in memory
-            yield self.drawn.result().pop(0)
+        while self.early.result():  # one by one, so that none stays in memory
+            yield self.early.result().pop(0)
 
 
 class Awaited(dict):

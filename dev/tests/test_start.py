@@ -96,7 +96,7 @@ def test_drawn_ahead():
     pairs = [("wte", 1), ("wpe", 2)]
     config = mock.Mock()
     plain = type("Plain", (), dict(
-        config=config, make_device=lambda run: run.drawn and [*run.drawn.result(9)],
+        config=config, make_device=lambda run: run.early and [*run.early.result(9)],
         first_parameters=lambda run: iter(pairs)))
     config.parameter_table.return_value = [mock.Mock(size=2**27)] * 3
     run = stack(plain, [start.Drawn])()
@@ -105,7 +105,7 @@ def test_drawn_ahead():
     config.parameter_table.return_value.pop()
     check("drawn before there is a device", run.make_device() == pairs)
     check("all, in order", [*run.first_parameters()] == pairs)
-    check("none stays in memory", not run.drawn.result())
+    check("none stays in memory", not run.early.result())
 
 
 @fast
