@@ -10,7 +10,8 @@ from dev.common.bf16 import to_bf16
 from dev.common.config import Config, draw_parameters
 from dev.cpu import races
 from dev.cpu.emulated import Emulated
-from dev.features.dropout import SOURCE as DROPOUT
+from dev.features.dropout import DroppedOutputs, INSIDE, SOURCE as DROPOUT
+from dev.features.feature import stack
 from dev.features.hopper import swiglu_products
 from dev.lab.bench import BF16_LIMIT
 from dev.lab.formulas import dswiglu, swiglu
@@ -109,16 +110,17 @@ def test_training():
         c = Config3(NKV=1, maxT=64, V=257, L=2, NH=2, C=128, multiple_of=8,
                     ffn_multiplier=(H + 0.5) / 341)
         assert c.H == H
-        device = on_hopper(Emulated, "bf16", c, (*swiglu_products.SOURCES, DROPOUT))
-        launched, found = [], []
-        device.launch = noting(device.launch, launched)
-        for kind in (model_class, class_on_gpu):
+        found = []
+        for kind, mixins in ((model_class, []), (class_on_gpu, [DroppedOutputs] * bool(given))):
+            device = on_hopper(stack(Emulated, mixins), "bf16", c,
+                               (*swiglu_products.SOURCES, DROPOUT, *INSIDE.sources))
+            launched = []
+            device.launch = noting(device.launch, launched)
             model = kind(Llama3, *given)(c, device, 1, 64)
             model.set_parameters(draw_parameters(c, 1))
             tokens = np.random.default_rng(1).integers(257, size=(2, 2, 1, 64))
-            before = len(launched)
             found.append(gradients(model, *tokens))
-        own = {name for name in launched[before:] if "swiglu" in name}
+        own = {name for name in launched if "swiglu" in name}
         check(f"H={H}: launched", own == ({"matmul_swiglu", "matmul_dswiglu"} if H % 64 == 0 else
                                           {"swiglu_forward", "swiglu_backward"}), own)
         for name, wish in found[0].items():
