@@ -3,7 +3,7 @@
 
 extern "C" {
 
-// bounds (B,2,T) = for each token the first of its document, and the first behind it
+// bounds (B,2,T) = where each token's document begins, and where it ends
 void find_documents(int* bounds, const int* tokens, const int* targets, int N, int T, int eot) {
 #pragma omp parallel for
     for (int start = 0; start < N; start += T) {
@@ -29,7 +29,8 @@ void add_positions(float* x, const real* wpe, const int* bounds, int N, int T, i
     }
 }
 
-// dwpe (maxT,C)[place] = the sum of dout (B,T,C) over the documents that are so long; += with adds
+// dwpe (maxT,C)[place] = the sum of the rows of dout (B,T,C) at this place of a document; += with
+// adds
 void add_position_gradients(float* dwpe, const real* dout, const int* bounds, int B, int T,
                             int maxT, int C, int adds) {
 #pragma omp parallel for

@@ -3,15 +3,15 @@
 
 namespace documents {
 
-// Whether token t > 0 of a row begins a document. The end of an answer, which counts while what
-// follows does not, is an <|endoftext|> that begins none.
+// Whether token t > 0 of a row begins a document: an <|endoftext|> does, unless it ends an answer.
+// Then it counts as a target, and the next token does not.
 __device__ bool begins(const int* tokens, const int* targets, int t, int eot) {
     return tokens[t] == eot && (targets[t - 1] < 0 || targets[t] >= 0);
 }
 
-// bounds (B,2,T) = for each token of tokens (B,T) the first of its document, and the first behind
-// it. Where targets (B,T) do not count they are -1. With eot < 0 a row is one document. A thread
-// looks for both from its token on, so the longest document bounds it. Items: B*T tokens.
+// bounds (B,2,T) = where the document of each of the tokens (B,T) begins in its row, and where it
+// ends. Targets (B,T) that do not count are -1. With eot < 0 a row is one document. A thread walks
+// both ways from its token, so the longest document sets the time. Items: B*T tokens.
 BLOCK(256, threads)
 extern "C" __global__ void find_documents(int* __restrict__ bounds, const int* __restrict__ tokens,
                                           const int* __restrict__ targets, int N, int T, int eot) {
@@ -25,8 +25,9 @@ extern "C" __global__ void find_documents(int* __restrict__ bounds, const int* _
     if (eot < 0) first = 0, end = T;
     while (first > 0 && !begins(own_tokens, own_targets, first, eot)) first--;
     while (end < T && !begins(own_tokens, own_targets, end, eot)) end++;
-    bounds[i + i - t] = first;
-    bounds[i + i - t + T] = end;
+    int* bound = bounds + 2 * (i - t) + t;  // bounds[b][0][t]
+    bound[0] = first;
+    bound[T] = end;
 }
 
 // x (N,C), tokens' embeddings, += wpe (maxT,C) at each token's place in its document. Items: N*C
@@ -42,8 +43,8 @@ extern "C" __global__ void add_positions(float* __restrict__ x, const real* __re
     store(at, load<4>(at) + load<4>(wpe + (size_t)place * C + c));
 }
 
-// dwpe (maxT,C)[place] = the sum of dout (B,T,C) over the documents that are so long, in order; +=
-// with adds. Items: maxT*C numbers.
+// dwpe (maxT,C)[place] = the sum of the rows of dout (B,T,C) at this place of a document, in order;
+// += with adds. Items: maxT*C numbers.
 BLOCK(256, W * threads)
 extern "C" __global__ void add_position_gradients(
     float* __restrict__ dwpe, const real* __restrict__ dout, const int* __restrict__ bounds, int B,

@@ -1,17 +1,17 @@
 // What a query sees with --document-mask, in place of kernels.cu's three functions: the keys of its
-// own document, up to its own key. Documents follow one another, so tiles of keys before that of a
-// block's first query are skipped, and tiles of queries behind that of a block's last key.
+// own document, up to its own key. Documents follow one another, so a block of queries begins with the
+// document of its first query, and a block of keys ends with the document of its last key.
 
-// (B,2,T): for each token the first of its document, and the first behind it: see find_documents.
+// (B,2,T): where each token's document begins, and where it ends: see find_documents.
 #ifdef __CUDACC__
 __device__
 #endif
 const int* document_bounds;
 
-template <bool behind>
+template <bool end>
 __device__ int document_bound(const Own& own, int row) {
     int T = own.out.T;  // the last rows of a block may be beyond it
-    return __ldg(document_bounds + (size_t)(2 * own.out.b + behind) * T + min(row, T - 1));
+    return __ldg(document_bounds + (size_t)(2 * own.out.b + end) * T + min(row, T - 1));
 }
 
 __device__ int first_key(const Own& own) { return document_bound<false>(own, own.first); }
@@ -19,10 +19,10 @@ __device__ int end_of_queries(const Own& own) {
     return document_bound<true>(own, own.first + B_r - 1);
 }
 
-// x = value where a query does not see a key. Column 0 of x is token `column`. In place of LOWEST
-// stands a power of two: a query may see no key of its first tiles, whose weights are then 2^0, for
-// which scale2 * x must be exact, and go when it sees one. The first row of a slab is that whose
-// document ends first, and its last row that whose document begins last.
+// x = value where a query does not see a key. Column 0 of x is token `column`. If a query sees no
+// key of its first tiles, its maximum is value and its weights there are 2^0; the first key that it
+// sees scales them by 0. For that scale2 * value must be exact: a power of two in place of LOWEST.
+// In a slab, the first row's document ends first, and the last row's begins last.
 template <bool rows_are_keys, int columns>
 __device__ void hide_future(Result<columns>& x, float value, const Own& own, int column) {
     int last = own.slab_first + SLAB - 1, end = column + columns;

@@ -1,16 +1,15 @@
 """--document-mask 1: attention stays within a document, so that those in a row do not see each
 other. It is the default of new runs whose data has a mask, where a row holds several conversations.
 
-A document begins where a row does, and at each <|endoftext|> that ends no answer, of which a
-conversation may have several: an answer's end counts as a target, and what follows it does not (see
-dev/data/chats.py). So text that prepro has made has documents, too, and what fills a row is cut
-into documents of a token each.
+A document begins where a row does, and at each <|endoftext|> that does not end an answer. (An
+answer's end counts as a target, and the next token does not: see dev/data/chats.py.) So prepro's
+texts are documents, too, and each token that pads a row is one.
 
-A kernel finds the bounds of each token's document. kernels.cu is compiled with documents.cuh, by
-which attention hides what is outside, and skips tiles that are wholly outside: the shorter the
-documents, the faster it is. On Hopper the two chapters that replace attention's kernels step aside.
-Positions of GPT-2 begin again with a document, as they do in a sample: answers of small models got
-likelier by it. (RoPE knows distances alone.) A sample is one document, whatever it says.
+A kernel finds the bounds of each token's document. kernels.cu is compiled with documents.cuh:
+attention hides the keys of other documents, and skips tiles that have no others; the shorter the
+documents, the faster it is. On Hopper the two chapters that replace attention's kernels are off.
+GPT-2's positions begin again with each document, as in a sample, since that gave small models a
+lower loss (RoPE knows distances alone). A sample is one document, whatever it says.
 """
 import numpy as np
 
@@ -30,8 +29,8 @@ class SeesDocuments:
         return [*super().switches(), *header_switches("SIGHT", SIGHT)]
 
     def launch(self, name, items, *args, **more):
-        """As Cuda.launch. On a CPU the loops of attention are told where the bounds are; elsewhere
-        the kernel tells the others."""
+        """As Cuda.launch. Attention's kernels read document_bounds, which find_documents sets; on a
+        CPU attention's loops get the address from here."""
         if name == "find_documents" and self.name == "cpu":
             self.documents.value = address_of(args[0])
         super().launch(name, items, *args, **more)
@@ -39,12 +38,12 @@ class SeesDocuments:
 
 class Documents:
     """A model in which a token sees those of its own document."""
-    whole = False  # whether each row is one
+    whole = False  # whether each row is one document
 
     @classmethod
     def tables(cls, c, device, B, T):
         tables = super().tables(c, device, B, T)
-        bounds = Row("bounds", (B, 2, T), np.int32)  # of each token's document: first, end
+        bounds = Row("bounds", (B, 2, T), np.int32)  # of each token's document: begin, end
         return tables | {"activations": [*tables["activations"], bounds]}
 
     def forward_pass(self):

@@ -17,7 +17,7 @@ __device__ __forceinline__ size_t random_number(size_t seed, size_t i) {
     return x ^ x >> 31;
 }
 
-// counter has the seed and the step, below 2^24, up to which fp32 counts exactly; there are fewer than 2^16 sites.
+// counter has the seed modulo 2^24 and the step: fp32 counts exactly up to 2^24. There are fewer than 2^16 sites.
 __device__ __forceinline__ size_t key_of(const float* counter, int site) {
     return random_number((size_t)counter[0], ((size_t)counter[1] << 16) + site);
 }

@@ -15,9 +15,9 @@ dropped.)
 A branch is dropped in place, before the norm's kernel adds it to the stream. On the way back the
 gradient of the stream goes on unchanged, and a product with a branch's weights reads a dropped copy
 of it, back.dbranch. That takes 4 more launches per layer and 8 passes over (N,C) numbers. On a GPU
-the norms' kernels themselves do it, by dropout.cuh, which leaves a pass, the writing of dbranch.
-The numbers are the same. FP8's twins of gradients are made elsewhere, so there the passes stay, and
-so do those for the biases' gradients, since fused_biases.py would sum what is not dropped.
+the norms' kernels themselves do it, by dropout.cuh, with the same numbers: of the passes only the
+writing of dbranch is left. FP8 keeps all of them, since other kernels make the copies of gradients
+in FP8. Gradients of biases have passes of their own here: fused_biases.py would sum the stream's.
 """
 import contextlib
 
@@ -31,7 +31,8 @@ import numpy as np
 
 SOURCE = kernels_of(__file__)
 OUTPUT = SOURCE.with_suffix(".cuh")  # in place of kernels.cu's struct Output
-FIELDS = np.dtype("u8, u8, u8, u8, u8, i4, f4, u8, u8")  # that dropout.cuh's struct adds
+# What dropout.cuh's struct adds: counter, part, threshold, n, branch, site, scale, key, first
+FIELDS = np.dtype("u8, u8, u8, u8, u8, i4, f4, u8, u8")
 NONE = np.zeros(1, FIELDS)
 
 
@@ -47,8 +48,8 @@ class Dropped(Counted):
     @classmethod
     def tables(cls, c, device, B, T):
         tables = super().tables(c, device, B, T)
-        # In FP8, layernorm_backward leaves three sums of each block, which is fused_biases.py's
-        # concern if it is there.
+        # In FP8, layernorm_backward leaves three sums of each block; elsewhere fused_biases.py says
+        # so itself.
         backward = [row._replace(shape=(3, PARTIAL_ROWS, c.C)) if row.name == "partials" else row
                     for row in tables["backward"]]
         return tables | {"backward": [*backward, Row("dbranch", (B * T, c.C), device.real)],

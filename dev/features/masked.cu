@@ -18,7 +18,7 @@ extern "C" __global__ void __launch_bounds__(1024) count_targets(
     if (threadIdx.x == 0) counted[0] = (adds ? counted[0] : 0.0f) + count;
 }
 
-// Of GPUs with room for 2,048 threads on a multiprocessor, and of others
+// Blocks of a multiprocessor: two where it has room for 2,048 threads
 #if __CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 1000
 constexpr int CLASSIFIERS = 2;
 #else

@@ -12,8 +12,8 @@ cannot change its arguments, so the number is in device memory. Everything up to
 divides by all tokens of the step, as without a mask; then one kernel multiplies the gradients and
 the loss by tokens / number. Whatever comes after it, clipping, outliers and the update, sees the
 mean over those that count. If none counts, the step makes no update, and its loss is NaN. See
-masked.cu. (A step that is repeated because it failed, or was an outlier, tells norms from before
-that.)
+masked.cu. (A step that is repeated, since it failed or was an outlier, tells norms from before
+that kernel.)
 
 A classifier of our own takes the trainer's place: it does not read rows of logits that do not
 count. --label-smoothing's leaves them out as well.
