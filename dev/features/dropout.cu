@@ -10,7 +10,7 @@ threshold = P * 2^32. So a mask can be made again at any time, and needs no memo
 namespace dropout {
 
 // The i-th random number of a seed, 64 bits.
-__device__ __forceinline__ size_t random_number(size_t seed, size_t i) {
+__device__ size_t random_number(size_t seed, size_t i) {
     size_t x = seed + (i + 1) * 0x9e3779b97f4a7c15;
     x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9;
     x = (x ^ x >> 27) * 0x94d049bb133111eb;
@@ -18,13 +18,13 @@ __device__ __forceinline__ size_t random_number(size_t seed, size_t i) {
 }
 
 // counter has the seed modulo 2^24 and the step: fp32 counts exactly up to 2^24. There are fewer than 2^16 sites.
-__device__ __forceinline__ size_t key_of(const float* counter, int site) {
+__device__ size_t key_of(const float* counter, int site) {
     return random_number((size_t)counter[0], ((size_t)counter[1] << 16) + site);
 }
 
 // n numbers of x, of which the first has this index, an even one, in the step
 template <int n>
-__device__ __forceinline__ void drop_numbers(Pack<n>& x, size_t key, size_t index, size_t threshold, float scale) {
+__device__ void drop_numbers(Pack<n>& x, size_t key, size_t index, size_t threshold, float scale) {
     for (int k = 0; k < n; k += 2) {
         size_t bits = random_number(key, (index + k) / 2);
         x[k] = (bits & 0xffffffff) < threshold ? 0.0f : x[k] * scale;

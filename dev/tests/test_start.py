@@ -9,11 +9,15 @@ from unittest import mock
 import pytest
 
 import train_gpt2
+from dev.common.config import Config
 from dev.common.nvrtc import compile_cuda, has_nvrtc
 from dev.features import kv_cache, start
-from dev.features.feature import stack
+from dev.features.documents import SIGHT
+from dev.features.dropout import DroppedOutputs
+from dev.features.feature import header_switches, stack
+from dev.features.fused_biases import output_switches
 from dev.tests.checks import check, check_refusal, fast
-from train_gpt2 import UserError
+from train_gpt2 import UserError, read_kernels, source_of
 
 FIRST = """
 struct Map { char bytes[128]; };
@@ -36,6 +40,17 @@ def test_functions_alone():
                            (start.functions_alone(FIRST), [])):
         _, used, _ = compile_cuda(block + code + SECOND, "sm_86", ["--split-compile=0"])
         check(f"kernels: {expected}", sorted(used) == sorted([*expected, "later"]), [*used])
+
+
+def test_behind_features():
+    """Samples' kernels compile behind kernels.cu, whatever features have it include."""
+    if not has_nvrtc():
+        pytest.skip("needs NVRTC, which is not installed")
+    c, code = Config(), source_of(train_gpt2.KERNELS)
+    included = [*output_switches(*DroppedOutputs.OUTPUT), *header_switches("SIGHT", SIGHT)]
+    _, used, _ = compile_cuda(start.functions_alone(code) + source_of(kv_cache.SOURCE), "sm_86",
+                              [*train_gpt2.Cuda.OPTIONS, "-DBF16", *included, *c.switches()])
+    check("its kernels", used.keys() == read_kernels([kv_cache.SOURCE]).keys(), [*used])
 
 
 class Gpu:
