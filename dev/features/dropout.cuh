@@ -12,11 +12,11 @@ __device__ void drop_numbers(Pack<n>& x, size_t key, size_t index, size_t thresh
 }  // namespace dropout
 
 struct Output : SummedOutput {
-    const float* counter;  // as for the kernel `drop`; null but for a norm's kernels
+    const float* counter;  // as for the kernel `drop`; null: nothing is dropped
     const size_t* part;
     size_t threshold;
     size_t n;
-    real* branch;  // the branch's gradient
+    real* branch;  // the branch's gradient, or null
     int site;
     float scale;
     size_t key, first;  // for begin
@@ -31,7 +31,7 @@ struct Output : SummedOutput {
     template <int n>
     __device__ void store(size_t i, Pack<n> x, Pack<n> dropped) {
         store(i, x);
-        ::store(branch + i, dropped);
+        if (branch) ::store(branch + i, dropped);
     }
     // As `drop`, which reads what is stored, and stores what it drops.
     template <int n>

@@ -183,6 +183,13 @@ def test_inside_norms(device_name, Model):
         found |= gradients(model, *given)
         return found | {"the loss": np.float32(model.verdict().loss)}
 
+    plain = []  # a model without --dropout, whose norms drop nothing on either device
+    for device in (beside, inside):
+        model = model_class(Model)(CONFIGS[Model], device, B, T)
+        model.set_parameters(draw_parameters(CONFIGS[Model], 1))
+        plain.append(gradients(model, *given))
+    for name, value in plain[1].items():
+        yield f"nothing is dropped: {name}", value, plain[0][name], EXACT
     for level in (0, 1, 2):
         expected = of(beside, level)
         for name, value in of(inside, level).items():
