@@ -45,6 +45,11 @@ class Flag(NamedTuple):
     short = property(lambda self: self.letter or self.name)
 
 
+def with_older(before, table):
+    """The flags of a run, {key: value}, with those that its version did not have."""
+    return {flag.key: flag.of_older for flag in table} | before
+
+
 class NearParser(Parser):
     """A parser that, for a misspelled flag, names the one that is spelled most like it."""
     names = ()  # of its flags

@@ -18,7 +18,7 @@ import numpy as np
 
 from dev.common.config import read_parameters
 from dev.common.cuda_source import parameters_of
-from dev.common.flags import with_values
+from dev.common.flags import with_older, with_values
 from dev.features.devices import address_of
 from dev.features.feature import Feature, Flag, Pair
 from train_gpt2 import UserError, batch_table, carve, pack_batch, replace_file, to_float
@@ -276,7 +276,8 @@ def replay(flags, table, attach):
         raise UserError(f"--replay {flags.replay}: could not be read ({what}); expected a "
                         "replay_*.npz, of a run with -o whose loss was no longer a "
                         "number") from None
-    before = notes.get("flags", notes)  # earlier versions kept four of them, among the notes
+    # earlier versions kept four of them, among the notes
+    before = with_older(notes.get("flags", notes), table)
     own = dict(model=str(Path(flags.replay).parent / notes["model"]),
                batch_size=tokens.shape[1], seq_len=tokens.shape[2])
     own |= {flag.key: None for flag in table if not flag.replayed}

@@ -5,6 +5,7 @@ import json
 import re
 from itertools import pairwise
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 
@@ -15,16 +16,18 @@ from dev.features.base import GPT2
 from dev.features.devices import device_class, make_device
 from dev.features.documents import SOURCE, SeesDocuments
 from dev.features.feature import stack
+from dev.features.order import read_flags
+from dev.features.replay import replay
 from dev.lab import heads
 from dev.lab.formulas import dattention
 from dev.lab.gpt2_numpy_backward import loss_and_gradients
 from dev.lab.ladder import config_of
-from dev.tests.checks import EXACT, TINY, check, normal, words
+from dev.tests.checks import EXACT, TINY, check, check_refusal, normal, words
 from dev.tests.models import (ATTENTION, for_numpy, gradients, in_each_order, model_class,
                               on_device, on_hopper)
 from dev.tests.trainings import check_resumed, place_of, ran
 from prepro_tinyshakespeare import write_tokens
-from train_gpt2 import read_tokens, to_float
+from train_gpt2 import UserError, read_tokens, to_float
 
 EOT = 7
 # Of the documents in each row of 200 tokens
@@ -250,3 +253,16 @@ def test_runs(device_name, folder):
     path.write_text(json.dumps(notes))
     check_resumed("an older run", folder / "off", 4,
                   go_on=lambda copy: ran(*flags, "-x", 4, "-o", copy, "-y", 1))
+
+
+def test_replay_of_older(folder):
+    """A step of a run of a version without the flag is repeated without it, though it had masks."""
+    path = folder / "replay.npz"
+    batch = np.zeros((1, 1, 8), np.int32)
+    np.savez(path, tokens=batch, targets=batch,
+             notes=json.dumps(dict(model="model.bin", flags=dict(mask=1))))
+    flags, table = read_flags(["--replay", f"{path}", "--device", "cpu"], GPT2)
+    attach = mock.Mock(side_effect=UserError("asked for"))
+    check_refusal("its classes", "asked for", replay, flags, table, attach)
+    given = attach.call_args[0][0]
+    check("its flags", (given.mask, given.document_mask) == (1, 0), given)

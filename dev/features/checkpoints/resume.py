@@ -13,7 +13,7 @@ import numpy as np
 
 from dev.common.config import count_tokens
 from dev.common.files import checked_header, paths_of
-from dev.common.flags import with_values
+from dev.common.flags import with_older, with_values
 from dev.features.checkpoints.run_json import read_notes
 from dev.features.checkpoints.state_file import STATE, Damage, finite_sets, moments_of, read_states
 from dev.features.terminal import say
@@ -34,9 +34,7 @@ def choose_checkpoint(folder, steps):
         folder.step, folder.checkpoint = steps[-1], folder.file("model", steps[-1])
     folder.notes_path = path = folder.file("run", folder.step or 0)
     folder.notes = read_notes(path, folder.table, folder.features)
-    before = folder.notes["flags"] if folder.notes else {}
-    older = {flag.key: flag.of_older for flag in folder.table if before and flag.key not in before}
-    before = older | before
+    before = with_older(folder.notes["flags"], folder.table) if folder.notes else {}
     warn_of_unknown(path, before, folder.table, sys.stdout if flags.sample is None else sys.stderr)
     restored = [flag.key for flag in folder.table
                 if flag.restored and flag.key in before and getattr(flags, flag.key, 0) is None]
