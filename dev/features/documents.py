@@ -86,6 +86,11 @@ class Positions:
 class DocumentTraining:
     """A run of such a model."""
 
+    def open_data(self):
+        super().open_data()
+        if self.vocabulary:  # of ids, the last one would begin documents
+            self.vocabulary.check_text("--document-mask 1", "expected --document-mask 0")
+
     def settled(self):
         return super().settled() | dict(document_mask=1)  # --replay and -y 1 may not find the files
 

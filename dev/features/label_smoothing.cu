@@ -9,9 +9,9 @@ where top is the row's largest logit. Its gradient is softmax - t.
 */
 
 // losses (N) = the smoothed loss of each row of logits (N,Vp), which become its gradient times dloss, with zeros in the
-// padding. A row whose target is -1 (see masked.py) has no loss, and a gradient of zeros. A block reads its row three times: for top, for the two sums, and for the gradient. Meanwhile the rows of
-// two blocks per multiprocessor stay in L2. fused_classifier shows how to read a row from memory only once. Items: N
-// rows.
+// padding. A row whose target is -1 (see masked.py) has no loss, and a gradient of zeros. A block reads its row three
+// times: for top, for the two sums, and for the gradient. Meanwhile the rows of two blocks per multiprocessor stay in
+// L2. fused_classifier shows how to read a row from memory only once. Items: N rows.
 BLOCK(1024, 1)
 extern "C" __global__ void __launch_bounds__(1024) smoothed_classifier(
     real* logits, float* __restrict__ losses, const int* __restrict__ targets, float dloss, float smoothing, int N,

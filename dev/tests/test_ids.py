@@ -94,8 +94,9 @@ def test_model(folder, monkeypatch):
             ("--chat needs text, and log/tokenizer.bin has ids, .*; --sample", "--chat"),
             ("--answer needs text", "--sample", "3 4", "--answer"),
             ("--stop needs text", "--sample", "3 4", "--stop", "5"),
+            ("--document-mask 1 needs text", "-i", "data/scale/scale_train.bin", "--document-mask"),
             ("the model's tokens are ids, and none begins a text", "--sample", "")):
-        _, _, error = call("-e", "log", *arguments, *here)
+        _, _, error = call("-e", "log", *arguments, "-t", 16, *here)
         check(wish, re.search(f"^error: {wish}", error, re.M), error)
     check_refusal("--chat", "a conversation needs text", convert.main, ["log", "b.gguf", "--chat"])
     (folder / "a.txt").write_text("3 4 5")
