@@ -101,9 +101,7 @@ class DocumentTraining:
 
 def asked(flags, ranks):
     """--document-mask, or without it whether there are masks."""
-    if flags.document_mask is None:
-        return masked.asked(flags, ranks)
-    return flags.document_mask
+    return masked.asked(flags, ranks) if flags.document_mask is None else flags.document_mask
 
 
 FEATURE = Feature(

@@ -257,12 +257,10 @@ def test_runs(device_name, folder):
 
 def test_replay_of_older(folder):
     """A step of a run of a version without the flag is repeated without it, though it had masks."""
-    path = folder / "replay.npz"
-    batch = np.zeros((1, 1, 8), np.int32)
-    np.savez(path, tokens=batch, targets=batch,
+    np.savez(folder / "replay.npz", tokens=np.zeros((1, 1, 8)), targets=0,
              notes=json.dumps(dict(model="model.bin", flags=dict(mask=1))))
-    flags, table = read_flags(["--replay", f"{path}", "--device", "cpu"], GPT2)
+    given = read_flags(["--replay", f"{folder}/replay.npz", "--device", "cpu"], GPT2)
     attach = mock.Mock(side_effect=UserError("asked for"))
-    check_refusal("its classes", "asked for", replay, flags, table, attach)
-    given = attach.call_args[0][0]
-    check("its flags", (given.mask, given.document_mask) == (1, 0), given)
+    check_refusal("its classes", "asked for", replay, *given, attach)
+    [flags], _ = attach.call_args
+    check("its flags", (flags.mask, flags.document_mask) == (1, 0), flags)

@@ -46,10 +46,10 @@ def test_behind_features():
     """Samples' kernels compile behind kernels.cu, whatever features have it include."""
     if not has_nvrtc():
         pytest.skip("needs NVRTC, which is not installed")
-    c, code = Config(), source_of(train_gpt2.KERNELS)
-    included = [*output_switches(*DroppedOutputs.OUTPUT), *header_switches("SIGHT", SIGHT)]
-    _, used, _ = compile_cuda(start.functions_alone(code) + source_of(kv_cache.SOURCE), "sm_86",
-                              [*train_gpt2.Cuda.OPTIONS, "-DBF16", *included, *c.switches()])
+    flags = [*train_gpt2.Cuda.OPTIONS, "-DBF16", *output_switches(*DroppedOutputs.OUTPUT),
+             *header_switches("SIGHT", SIGHT), *Config().switches()]
+    code = start.functions_alone(source_of(train_gpt2.KERNELS)) + source_of(kv_cache.SOURCE)
+    _, used, _ = compile_cuda(code, "sm_86", flags)
     check("its kernels", used.keys() == read_kernels([kv_cache.SOURCE]).keys(), [*used])
 
 

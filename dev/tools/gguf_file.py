@@ -145,7 +145,6 @@ def tokenizer_of(words, V):
     return {f"tokenizer.ggml.{name}": value for name, value in fields.items()}
 
 
-
 # ---- For Ollama
 
 # Templates of conversations in Go's text/template. A message is given as the model wrote it, so it
