@@ -21,13 +21,13 @@ in FP8. Gradients of biases have passes of their own here: fused_biases.py would
 """
 import contextlib
 
+import numpy as np
+
 from dev.features import fused_biases
 from dev.features.base import Counted
 from dev.features.devices import address_of
 from dev.features.feature import Feature, Flag, is_fast, kernels_of
 from train_gpt2 import PARTIAL_ROWS, Row
-
-import numpy as np
 
 SOURCE = kernels_of(__file__)
 OUTPUT = SOURCE.with_suffix(".cuh")  # in place of kernels.cu's struct Output
