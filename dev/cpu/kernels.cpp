@@ -565,12 +565,41 @@ static long first_key(const int* documents, long b, long T, long t) {
 }
 
 // to = x y', for the `rows` rows of x from `first` on, and the rows of y from a whole tile on up to
-// these: no query sees later keys. y' is given packed.
+// `keys`: no query sees later ones. y' is given packed.
 static void multiply_block(Matrix& to, Matrix& x, Matrix& y_transposed, long first, long rows,
-                           long tile, int HS) {
-    for (long j = tile; j < first + rows; j += COLUMNS)
+                           long tile, long keys, int HS) {
+    for (long j = tile; j < keys; j += COLUMNS)
         multiply_tiles(to[0] + j, to.columns, x[first], x.columns, 1, y_transposed[0] + j * HS,
                        COLUMNS, rows, COLUMNS, HS, false);
+}
+
+// y = softmax(scale q k') v, for the `rows` queries from q[first] on. Query first + i sees the keys
+// from begin(i) to own + i, none before a whole tile. lse (rows), unless null: see attention_forward.
+template <class F>
+static void attend_block(Matrix& y, float* lse, Matrix& scores, Matrix& q, Matrix& k_transposed,
+                         Matrix& v, float scale, long first, long rows, long own, long tile, int HS,
+                         F begin) {
+    long keys = own + rows;
+    multiply_block(scores, q, k_transposed, first, rows, tile, keys, HS);
+    float inverse[BLOCK];
+    for (long i = 0; i < rows; i++) {
+        float *score = scores[i], *weight = score, largest = score[begin(i)], sum = 0.0f;
+        std::fill(score + tile, score + begin(i), -INFINITY);     // another document's
+        std::fill(score + own + i + 1, score + keys, -INFINITY);  // the future is not seen
+#pragma omp simd reduction(max : largest)
+        for (long s = tile; s < keys; s++) largest = score[s] > largest ? score[s] : largest;
+#pragma omp simd reduction(+ : sum)
+        for (long s = tile; s < keys; s++) {
+            weight[s] = exponential(scale * (score[s] - largest));
+            sum += weight[s];
+        }
+        inverse[i] = 1.0f / sum;
+        if (lse) lse[i] = scale * LOG2_E * largest + log2f(sum);
+    }
+    multiply_tiles(y[first], y.columns, scores[0] + tile, scores.columns, 1, v[tile], v.columns,
+                   rows, HS, keys - tile, false);
+    for (long i = 0; i < rows; i++)
+        for (int c = 0; c < HS; c++) y[first + i][c] *= inverse[i];
 }
 
 extern "C" {
@@ -590,30 +619,10 @@ void attention_forward(real* out, float* lse, const real* qkv, float scale, int 
         Matrix v = head_of(sequence + (NH + NKV + kv) * HS, width, T, HS);
         Matrix scores(BLOCK, T), y(T, HS);
         for (long first = 0; first < T; first += BLOCK) {
-            long rows = std::min(BLOCK, T - first), keys = first + rows;
             long tile = first_key(documents, b, T, first) / KEYS * KEYS;  // where seen ones begin
-            multiply_block(scores, q, k_transposed, first, rows, tile, HS);
-            float inverse[BLOCK];
-            for (long i = 0; i < rows; i++) {
-                long t = first + i, begin = first_key(documents, b, T, t);
-                float *score = scores[i], *weight = score, largest = score[begin], sum = 0.0f;
-                std::fill(score + tile, score + begin, -INFINITY);      // another document's
-                std::fill(score + t + 1, score + keys, -INFINITY);  // the future is not seen
-#pragma omp simd reduction(max : largest)
-                for (long s = tile; s < keys; s++)
-                    largest = score[s] > largest ? score[s] : largest;
-#pragma omp simd reduction(+ : sum)
-                for (long s = tile; s < keys; s++) {
-                    weight[s] = exponential(scale * (score[s] - largest));
-                    sum += weight[s];
-                }
-                inverse[i] = 1.0f / sum;
-                lse[head * T + t] = scale * LOG2_E * largest + log2f(sum);
-            }
-            multiply_tiles(y[first], y.columns, scores[0] + tile, scores.columns, 1, v[tile],
-                           v.columns, rows, HS, keys - tile, false);
-            for (long i = 0; i < rows; i++)
-                for (int c = 0; c < HS; c++) y[first + i][c] *= inverse[i];
+            attend_block(y, lse + head * T + first, scores, q, k_transposed, v, scale, first,
+                         std::min(BLOCK, T - first), first, tile, HS,
+                         [&](long i) { return first_key(documents, b, T, first + i); });
         }
         store_head(out + (b * T * NH + h) * HS, (long)NH * HS, T, HS, 1.0f, y);
     }
@@ -629,10 +638,11 @@ static long weights_and_dscores(Matrix& weights, Matrix& dscores, Matrix& q, Mat
                                 const float* delta, float scale, long first, long rows, int HS,
                                 const int* documents, long b, long T) {
     long tile = first_key(documents, b, T, first) / KEYS * KEYS;
-    multiply_block(weights, q, k_transposed, first, rows, tile, HS);     // the scores, at first
-    multiply_block(dscores, dout, v_transposed, first, rows, tile, HS);  // dweights, at first
+    long keys = first + rows;
+    multiply_block(weights, q, k_transposed, first, rows, tile, keys, HS);     // the scores, at first
+    multiply_block(dscores, dout, v_transposed, first, rows, tile, keys, HS);  // dweights, at first
     for (long i = 0; i < rows; i++) {
-        long t = first + i, begin = first_key(documents, b, T, t), keys = first + rows;
+        long t = first + i, begin = first_key(documents, b, T, t);
         float *weight = weights[i], *dscore = dscores[i], l = lse[t], d = delta[t];
 #pragma omp simd
         for (long s = tile; s < keys; s++) {  // of all keys of whole tiles: whole vectors

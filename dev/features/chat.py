@@ -53,9 +53,13 @@ class Chatting:
         return status
 
     def ask(self):
-        """In a terminal, say that a prompt is expected."""
+        """In a terminal, say that a prompt is expected. Until it comes, the model passes the end of
+        the last answer."""
         if self.terminal:
             print("> ", end="", file=sys.stderr, flush=True)
+        tokens = self.said()
+        if hasattr(self.model, "fill") and len(tokens) < self.T:
+            self.model.fill(0, tokens)
 
     def take(self, line):
         """Do what a line says. Raises UserError."""
@@ -101,15 +105,17 @@ class Chatting:
                 turn.append(token)
                 yield token
 
+    def said(self):
+        """The tokens of all turns."""
+        return [*self.opening(), *itertools.chain(*self.turns)]
+
     def seen(self):
-        """The tokens of all turns. If they are more than T, the oldest leave."""
-        tokens = [*self.opening(), *itertools.chain(*self.turns)]
-        if len(tokens) > self.T and len(self.turns) > 1:
-            while len(tokens) > self.T // 2 and len(self.turns) > 1:
+        """As said. If they are more than T, the oldest leave."""
+        if len(self.said()) > self.T and len(self.turns) > 1:
+            while len(self.said()) > self.T // 2 and len(self.turns) > 1:
                 del self.turns[0]
-                tokens = [*self.opening(), *itertools.chain(*self.turns)]
             getattr(self.model, "forget", list)()  # what stays has other positions
-        return tokens
+        return self.said()
 
     def opening(self):
         """The tokens before the first turn."""

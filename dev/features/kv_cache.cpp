@@ -63,12 +63,28 @@ void token_linear(real* out, float* stream, const real* inp, const float* x, con
 // qkv (B,NH+2NKV,HS) has the query, key and value of the token at each sequence's position (B): key
 // and value are written to keys and values (B,NKV,T,HS) there; rope (T,HS), unless null, turns query
 // and key. out (B,NH,HS) = softmax(scale * q k') v, over all keys up to the position. kept: the B
-// tokens are of one text, and keys and values (NKV,T,HS) have theirs, too. parts and arrived are for
-// a GPU.
+// tokens are neighbours in one text, and keys and values (NKV,T,HS) have theirs, too; rope is null.
+// parts and arrived are for a GPU.
 void token_attention(real* out, real* keys, real* values, float* parts, int* arrived,
                      const real* qkv, const float* rope, const int* positions, float scale, int B,
                      int T, int NH, int kept, int HS, int GROUP) {
     long NKV = NH / GROUP;
+    if (kept) {  // by blocks, as attention_forward
+        long start = positions[0], end = start + B;
+#pragma omp parallel for
+        for (long h = 0; h < NH; h++) {
+            long begin = h / GROUP * T * HS;
+            Matrix q = head_of(qkv + h * HS, (NH + 2 * NKV) * HS, B, HS);
+            Matrix k_transposed = transposed_head_of(keys + begin, HS, end, HS);
+            Matrix v = head_of(values + begin, HS, end, HS), scores(BLOCK, end), y(B, HS);
+            for (long first = 0; first < B; first += BLOCK)
+                attend_block(y, nullptr, scores, q, k_transposed, v, scale, first,
+                             std::min(BLOCK, B - first), start + first, 0, HS,
+                             [](long) { return 0L; });
+            store_head(out + h * HS, (long)NH * HS, B, HS, 1.0f, y);
+        }
+        return;
+    }
 #pragma omp parallel for
     for (long head = 0; head < B * NKV; head++) {
         long b = head / NKV, kv = head % NKV, position = positions[b];
@@ -79,9 +95,9 @@ void token_attention(real* out, real* keys, real* values, float* parts, int* arr
             const float* turn = rope + position * HS + (c & ~1);  // cosine, sine
             return c % 2 ? x * turn[1] + y * turn[0] : x * turn[0] - y * turn[1];
         };
-        long begin = (kept ? kv : head) * T * HS;
+        long begin = head * T * HS;
         real *k = keys + begin, *v = values + begin;
-        for (int c = 0; !kept && c < HS; c++) {
+        for (int c = 0; c < HS; c++) {
             k[position * HS + c] = turned(row + (NH + kv) * HS, c);
             v[position * HS + c] = row[(NH + NKV + kv) * HS + c];
         }

@@ -4,8 +4,9 @@ pass of one row instead of all.
 A token sees those before it only in attention, and there only through their keys and values. These
 do not change when a token is added. So a text begins with a full pass, which leaves the keys and
 values of its tokens in the cache; then each token's pass writes its own, and its query attends to
-all. More text behind them, as in a chat, is passed PIECE tokens at a time. The logits are those of
-the full pass, but for the order of sums. kv_cache.cu has the kernels.
+all. More text behind them, as in a chat, is passed like a text of its own, but its queries also
+attend to the keys that are kept. The logits are those of the full pass, but for the order of sums.
+kv_cache.cu has the kernels.
 
 The pass has three forms. Up to FEW sequences, it is bound by reading the weights, and on a GPU one
 kernel: token_pass, whose blocks read weights without a break while they wait for each other. Where
@@ -31,7 +32,7 @@ from train_gpt2 import Row, carve, ceil_div, layer_of, to_float
 SOURCE = kernels_of(__file__)
 FEW = 4  # rows of token_linear, at most
 CHUNK = 256  # keys of a block of token_attention
-PIECE = 64  # tokens that are passed at once behind others whose keys are kept, at most
+PIECE = 256  # queries of a launch of attention behind kept keys, at most
 STEPS = 8  # at most this many missing tokens are passed one by one, more by a full pass
 AHEAD = 16  # tokens that a GPU draws before the host reads them, at most
 MOST_ROWS = 128  # sequences whose keys are kept at once, at most
@@ -43,6 +44,7 @@ PHASES = 5  # of a layer in token_pass
 PASSES = 64  # of a launch of it, at most
 BLOCKS = 256  # of it, at most
 PRODUCT = 48  # bytes that describe a product there
+LAID_OUT = "BT", "batch", "acts", "back", "layers", "lnf", "slices"  # what lay_out sets
 
 # The struct of kv_cache.cu
 TOKEN_PASS = np.dtype([
@@ -61,7 +63,7 @@ def cache_table(c, rows, T, real):
     NKV = getattr(c, "NKV", c.NH)
     HS = c.C // c.NH
     each = dict(dtype=real, layers=c.L)
-    queries = max(rows, PIECE)  # of a launch of attention
+    queries = max(rows, min(PIECE, T))  # of a launch of attention
     parts = queries * c.NH * ceil_div(T, CHUNK) * (HS + 2)
     layers = [row._replace(layers=0, shape=(T, HS) if row.name == "rope" else row.shape)
               for row in c.activation_table(rows, 1, real)]
@@ -78,7 +80,7 @@ def cache_table(c, rows, T, real):
         Row("at", (rows,), np.int32),  # the next coin
         Row("parts", (parts,)),  # of attention's sums
         Row("arrived", (queries * NKV,), np.int32),
-        Row("places", (PIECE,), np.int32),  # of the tokens of a piece
+        Row("places", (T,), np.int32),  # 0 .. T-1
         Row("words", (handed,), np.uint64),  # what phases of token_pass hand on, with its date
         Row("ended", (1,), np.uint64),  # how many blocks of token_pass have ended
     ]
@@ -157,6 +159,8 @@ class Cached:
         self.rows = self.rows_of(config, device, T)
         self.few = self.few_of(config, device, T)
         self.cache = carve(self.arenas["cache"], cache_table(config, self.rows, T, device.real))
+        device.put(self.cache.places, np.arange(T))
+        self.layouts = {}  # {(B,T) of a pass that fills the cache: what lay_out makes for it}
         self.held = [[] for _ in range(self.rows)]  # the tokens whose keys are kept
         self.remembers = False  # whether a text goes on in the keys that another has left
         self.drawing = None  # who has tokens drawn by the device
@@ -185,7 +189,13 @@ class Cached:
     def set_batch(self, batch):
         if self.filling is None:
             self.forget()
+            super().set_batch(batch)
+            return
+        # A layout is hundreds of views: it took a GPU's host half of the time of a short turn
+        _, BT = batch
+        vars(self).update(self.layouts.get(BT, {}))
         super().set_batch(batch)
+        self.layouts[BT] = {name: vars(self)[name] for name in LAID_OUT}
 
     def set_tensors(self, tensors, kept):
         super().set_tensors(tensors, kept)
@@ -203,14 +213,12 @@ class Cached:
             super().embedding_forward()
             return
         count, C, p = self.filling.count, self.config.C, self.params
-        places = self.cache.places[:count]
-        self.device.put(places, np.arange(start, start + count, dtype=np.int32))
         self.device.launch("token_embedding", count * C, self.acts.residual, self.batch.tokens,
-                           places, p.wte, getattr(p, "wpe", None), count, C)
+                           self.cache.places[start:], p.wte, getattr(p, "wpe", None), count, C)
 
     def head_forward(self, rows):
-        """As GPT2's; nobody reads the logits of a pass that fills the cache."""
-        return self.acts.logits[:1] if self.filling else super().head_forward(rows)
+        """As GPT2's; nobody reads the logits of a pass that fills the cache, so it has none."""
+        return self.acts.logits[:1, :0] if self.filling else super().head_forward(rows)
 
     def attention_forward(self, out, lse, qkv):
         """As GPT2's. In a pass that fills the cache, keep the keys and values; behind tokens that
@@ -226,11 +234,13 @@ class Cached:
         NKV, T, HS = keys.shape
         newest = [kept.reshape(-1)[start * HS :] for kept in (keys, values)]
         self.device.launch("keep_keys", NKV * count * HS, *newest, qkv, count, T, c.NH)
-        if start:
+        for first in range(0, count if start else 0, PIECE):
+            size = min(PIECE, count - first)
             self.device.launch(
-                "token_attention", (count * NKV, start + count), out, keys, values,
-                self.cache.parts, self.cache.arrived, qkv, None, self.cache.places, HS**-0.5,
-                count, T, c.NH, 1, shared=shared_of_attention(c.NH // NKV, HS))
+                "token_attention", (size * NKV, start + first + size), out[first:], keys, values,
+                self.cache.parts, self.cache.arrived, qkv[first:], None,
+                self.cache.places[start + first :], HS**-0.5, size, T, c.NH, 1,
+                shared=shared_of_attention(c.NH // NKV, HS))
 
     def fill(self, row, tokens):
         """Keep the keys and values of these tokens, fewer than T, in a row of the cache."""
@@ -243,18 +253,15 @@ class Cached:
             for kept in (self.cache.keys, self.cache.values):
                 kept[:, row] = kept[:, other]
         elif len(tokens) - same > STEPS:
-            size = PIECE if same else len(tokens)
-            for start in range(same, len(tokens), size):
-                part = tokens[start : start + size]
-                self.filling = SimpleNamespace(row=row, layer=0, start=start, count=len(part))
-                try:
-                    super().next_logits(part)
-                finally:
-                    self.filling = None
+            self.filling = SimpleNamespace(row=row, layer=0, start=same, count=len(tokens) - same)
+            try:
+                super().next_logits(tokens[same:])
+            finally:
+                self.filling = None
         else:
             for i in range(same, len(tokens)):
                 self.begin(slice(row, row + 1), [tokens[i]], [i])
-                self.pass_of_token()
+                self.pass_of_layers()
         self.held[row] = list(tokens)
 
     # ---- Texts
@@ -388,15 +395,22 @@ class Cached:
         if self.in_one and now.few:
             self.run_phases(0, 2 + PHASES * self.config.L)
             return
+        self.pass_of_layers()
+        self.norm_and_linear(now.logits, p.lnfw, getattr(p, "lnfb", None), self.head.w)
+
+    def pass_of_layers(self):
+        """As pass_of_token, without the head: it leaves only keys and values."""
+        if self.in_one and self.now.few:
+            self.run_phases(0, 1 + PHASES * self.config.L)
+            return
         self.begin_stream()
         self.added = None
         for l, weights in enumerate(self.weights):
             self.token_layer(l, weights)
-        self.norm_and_linear(now.logits, p.lnfw, getattr(p, "lnfb", None), self.head.w)
 
     def run_phases(self, first, end, drawn=0):
-        """Launch token_pass for one of its phases or all: the embedding, PHASES of each layer, the
-        head. If `drawn` is not 0, all of them so many times: each pass draws the likeliest tokens,
+        """Launch token_pass for some of its phases: the embedding, PHASES of each layer, the head.
+        If `drawn` is not 0, for all of them so many times: each pass draws the likeliest tokens,
         which the next one begins with."""
         device = self.device
         kernel = "token_pass_alone" if self.now.count == 1 else "token_pass"

@@ -77,12 +77,12 @@ def test_remembers(run):
 
     def one(model):
         passed.append(1)
-        return pass_of_token(model)
+        return pass_of_layers(model)
 
-    pass_of_token = Cached.pass_of_token
+    pass_of_layers = Cached.pass_of_layers
     lines = "I am Bob.\nWho am I?\nI am Eve.\nWho am I?\n"
     with mock.patch("train_gpt2.next_logits", counted), mock.patch.object(
-            Cached, "pass_of_token", one), heard() as calls:
+            Cached, "pass_of_layers", one), heard() as calls:
         text, error = chat(run, lines, "--answer")
     first, second, third, fourth = (bytes(min(token, 255) for token in tokens)
                                     for tokens, _ in calls)
@@ -93,8 +93,7 @@ def test_remembers(run):
     check("which is said", re.findall(r"^\(.*", error, re.M) == [
         "(oldest turns forgotten: 2 of 3; the model sees T = 72 tokens (-t))"], error)
     check("answers", text == " Hi.\n Bob.\n Hi.\n Eve.\n", text)
-    # The last token that is drawn, <|endoftext|>, is not passed
-    wish = [len(tokens) + len(drawn) - 1 for tokens, drawn in (calls[1], calls[3])]
+    wish = [len(tokens) + len(drawn) for tokens, drawn in (calls[1], calls[3])]
     check("passes", sum(passed) == sum(wish), (passed, wish))
 
 

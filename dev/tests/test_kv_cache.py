@@ -1,16 +1,18 @@
 """Test dev/features/kv_cache.py: its kernels against NumPy in float64, and a token's pass against a
 full pass over all tokens."""
 import re
+from collections import Counter
 from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
 import pytest
 
+import train_gpt2
 from dev.common.bf16 import to_bf16
 from dev.features import kv_cache
 from dev.features.base import GPT2
-from dev.features.devices import device_class
+from dev.features.devices import address_of, device_class
 from dev.features.feature import stack
 from dev.features.kv_cache import (AHEAD, FEW, PHASES, SOURCE, TOKEN_PASS, Cached,
                                    CachedLlama, shared_of_attention)
@@ -293,8 +295,8 @@ def test_history(device_name):
 
 @pytest.mark.parametrize("kind", (GPT2, Llama3))
 def test_going_on(device_name, kind):
-    """Tokens behind those that are kept are passed once, in pieces, into the next chunks of keys,
-    and after a caller who has left early; the logits are those of full passes."""
+    """Tokens behind those that are kept are passed once, into the next chunks of keys, and after a
+    caller who has left early; the logits are those of full passes."""
     model, full = models("cuda" if device_name == "cuda" else "cpu", "fp32", kind, 700)
     model.remembers = model.draws = True
     text, passed = tokens_of(20), []
@@ -310,10 +312,56 @@ def test_going_on(device_name, kind):
         with mock.patch("train_gpt2.next_logits", counted):
             found = model.next_logits(text)
         yield f"{len(text)} tokens", found, full.next_logits(text), 1e-5
-    size = kv_cache.PIECE
     # With the last that was drawn, unless the device has drawn more behind it, and but for the last
-    wish = [n for count in (30, 200, 299) for n in (*[size] * (count // size), count % size)]
-    check("each once", passed == wish, passed)
+    check("each once", passed == [30, 200, 299], passed)
+
+
+@pytest.mark.parametrize("kind", (GPT2, Llama3))
+def test_turns(device_name, kind):
+    """A turn does the work of a fresh prompt of its words: the same launches, with products of as
+    many rows, one head, and no layout that was made before. Only attention and what knows positions
+    have other kernels or sizes."""
+    model, _ = models("cuda" if device_name == "cuda" else "cpu", "fp32", kind, 700)
+    device, work, head = model.device, [], address_of(model.head.w)
+    same = dict(attention_forward="token_attention", encoder_forward="token_embedding",
+                rope_forward="rope")
+
+    def launch(name, items, *args, **more):
+        work.append((same[name], "") if name in same else
+                    (name, "" if name in same.values() else items))
+        if name == "token_linear" and address_of(args[6]) == head:
+            work.append(("head", 1))
+        return launch_of_device(name, items, *args, **more)
+
+    def matmul(out, left, right, **more):
+        work.append(("head" if address_of(right) == head else "matmul", out.shape + left.shape))
+        return matmul_of_device(out, left, right, **more)
+
+    def lay_out(model):
+        work.append(("lay_out", model.BT))
+        lay_out_of_model(model)
+
+    def work_behind(kept, words):
+        model.forget()
+        model.fill(0, kept)
+        work.clear()
+        model.next_logits(kept + words)
+        return Counter(each for each in work if each[0] != "rope_table")
+
+    launch_of_device, matmul_of_device = device.launch, device.matmul
+    lay_out_of_model = train_gpt2.lay_out
+    with mock.patch.multiple(device, launch=launch, matmul=matmul), \
+            mock.patch("train_gpt2.lay_out", lay_out):
+        for count in (5, 40, 200, 290):
+            words = tokens_of(count, 3)
+            fresh = Counter({key: n for key, n in work_behind([], words).items()
+                             if key[0] != "lay_out"})
+            pieces = (count - 1) // kv_cache.PIECE  # of attention, behind the first
+            fresh["token_attention", ""] += pieces * model.config.L
+            turn = work_behind(tokens_of(310), words)
+            check(f"{count} words", turn == fresh, (fresh - turn, turn - fresh))
+            heads = [n for (name, _), n in turn.items() if name == "head"]
+            check(f"{count} words: one head", model.in_one or heads == [1], heads)
 
 
 def test_rows():
