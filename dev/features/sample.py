@@ -14,6 +14,7 @@ like any other, and the model goes on with a new text.
 """
 import argparse
 import codecs
+import contextlib
 import itertools
 import secrets
 import sys
@@ -199,11 +200,12 @@ class Sampling:
                 self.vocabulary.check_text(f"--{flag}", OF_IDS)
         tokens = self.tokens_of(text)
         self.words()  # now, since it may warn
-        self.device = self.make_device()
-        self.model = self.make_model()
+        with contextlib.redirect_stdout(sys.stderr):  # what is compiled; stdout has the text
+            self.device = self.make_device()
+            self.model = self.make_model()
         self.seeds = itertools.count(flags.seed)
         if flags.temperature != 0:
-            print(f"seed {flags.seed} (--seed)", file=sys.stderr, flush=True)  # stdout has the text
+            print(f"seed {flags.seed} (--seed)", file=sys.stderr, flush=True)
         return tokens
 
     def find_length(self):

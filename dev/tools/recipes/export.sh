@@ -25,7 +25,7 @@ rm -rf "${name}_hf"
 python -m dev.tools.convert "$run" "${name}_hf" --dtype fp32 --chat
 python -m dev.tools.convert "$run" "$name.gguf" --dtype fp32 --chat
 python - "$name" "$run" "$@" <<'END'
-import re, subprocess, sys
+import subprocess, sys
 _, name, run, *turns = sys.argv
 llama = '"model_type": "llama"' in open(f"{name}_hf/config.json").read()
 trainer = ["-m", "dev.llama3.train_llama3"] if llama else ["train_gpt2.py"]
@@ -52,7 +52,7 @@ def llama_cpp():
         messages=said, max_tokens=64, temperature=0))["choices"][0]["message"]["content"]
 
 
-wish, differs = re.sub("^compiling .*, once\n", "", own.stdout, flags=re.M), []
+wish, differs = own.stdout, []
 print(f"--chat answers:\n{wish}", end="")
 for program in (transformers, llama_cpp):
     try:
