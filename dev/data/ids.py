@@ -48,8 +48,8 @@ def read_ids(path, V):
                         f"there may be, here {ids.max() + 1} or more")
     if ids.min() < 0 or ids.max() >= V:
         at = int(np.argmax((ids < 0) | (ids >= V)))
-        raise UserError(f"{path}: has ids from {ids.min()} to {ids.max()}, and at {at:,}, from 0, "
-                        f"{ids[at]}; expected 0 to {V - 1} (--vocab-size)")
+        raise UserError(f"{path}: has ids from {ids.min()} to {ids.max()}, the first wrong one at "
+                        f"index {at:,}: {ids[at]}; expected 0 to {V - 1} (--vocab-size)")
     return ids.astype("<u2")
 
 

@@ -7,7 +7,7 @@ costs no more than its own words. Where the turns reach T tokens (-t), the oldes
 of T is free: that costs one pass over those that stay, and stderr says it. A turn that is longer
 than T by itself goes on like a long --sample: the model sees its last T tokens.
 
-A line /reset begins anew. An empty line is skipped. A line that cannot be a prompt is reported on
+A line /reset begins anew. A blank line is skipped. A line that cannot be a prompt is reported on
 stderr, and the exit status is then 1. In a terminal, Ctrl-C ends an answer, of which the model sees
 as much as was written, and Ctrl-D ends the program.
 
@@ -64,13 +64,15 @@ class Chatting:
     def take(self, line):
         """Do what a line says. Raises UserError."""
         word = line.strip()
+        if re.match(r"/reset\s", word):
+            raise UserError(f"{word}: expected /reset alone, which forgets all turns")
         if word == "/reset":
             note(f"turns forgotten: {len(self.turns)}")
             self.turns = []
         elif re.fullmatch(r"/\w+", word):
             raise UserError(f"{word} is no command; expected /reset, or a text; Ctrl-D ends the "
                             "chat")
-        elif line:
+        elif word:
             self.answer(line)
 
     def answer(self, text):

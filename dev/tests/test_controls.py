@@ -229,12 +229,12 @@ def heard():
 
 def test_chat(folder):
     """Each line of stdin is continued behind all that was said before, with a seed of its own, as
-    full passes do; empty lines are skipped, and lines that are no prompts reported."""
+    full passes do; blank lines are skipped, and lines that are no prompts reported."""
     with small_words(folder):
         for name, (program, path) in prepare_models(folder).items():
             with mock.patch.object(Sampling, "load", autospec=True,
                                    side_effect=Sampling.load) as load, heard() as calls:
-                lines = "\ufeffAB\n\n\r\n<|endoftext|>é\r\n /reset\nA".encode()
+                lines = "\ufeffAB\n\n \r\n<|endoftext|>é\r\n /reset\nA".encode()
                 text, error = sampled(program, path, "--chat", "--seed", 4, "-g", 9, stdin=lines)
             check(f"{name}: loaded once", load.call_count == 1)
             (first, answer), (second, _), (third, _) = calls
@@ -250,19 +250,21 @@ def test_chat(folder):
             for seed, prompt in ((4, "AB"), (6, "A")):  # alone, and after /reset
                 alone, _ = sampled(program, path, "--sample", prompt, "--seed", seed, "-g", 9)
                 check(f"{name}: seed {seed}", alone.removeprefix(prompt) in text, text)
-            check(f"{name}: what is said", re.findall("^(?!WARNING).+", error, re.M) == [
+            check(f"{name}: what is said", re.findall("^(?!WARNING|compiling).+", error, re.M) == [
                 "seed 4 (--seed)", "(turns forgotten: 2)"], error)
         for stdin in (b"", b"\n\n"):
             check(f"{stdin}: no prompt", sampled(program, path, "--chat", stdin=stdin)[0] == "")
         text, error = sampled(program, path, "--chat", "--seed", 4, "--stop", "zz",
-                              stdin=b"A\n\xc3(\nAxB\n/reset\n/reset\n/quit\nB", status=1)
+                              stdin=b"A\n\xc3(\nAxB\n/reset\n/reset\n/quit\n/reset B\nB", status=1)
         check("bad lines are reported", re.findall(r"^(?:error: |\().*", error, re.M) == [
             "error: line 2: byte 0 is not UTF-8; it is skipped",
             f"error: line 3: 'x' (U+0078) is none of the 8 characters of {folder}/"
             "chars_tokenizer.bin: leave it out, or train with --vocab bytes; it is skipped",
             "(turns forgotten: 1)", "(turns forgotten: 0)",
             "error: line 6: /quit is no command; expected /reset, or a text; Ctrl-D ends the chat; "
-            "it is skipped"], error)
+            "it is skipped",
+            "error: line 7: /reset B: expected /reset alone, which forgets all turns; it is skipped"
+            ], error)
         alone, _ = sampled(program, path, "--sample", "B", "--seed", 5)
         check("after them it goes on", text.endswith(alone.removeprefix("B")), text)
         with mock.patch("sys.stdin", None):

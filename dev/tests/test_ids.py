@@ -50,8 +50,8 @@ def test_refusals(folder, monkeypatch):
     (folder / "book.txt").write_text("A text.")
     for wish, *arguments in (
             ("good.npy: has ids; expected --vocab-size too: .*, here 600 or more", "good.npy"),
-            (r"has ids from \d to 599, and at \d+, from 0, 599; expected 0 to 598", "good.npy",
-             "--vocab-size", 599),
+            (r"has ids from \d to 599, the first wrong one at index \d+: 599; expected 0 to 598",
+             "good.npy", "--vocab-size", 599),
             ("negative.npy: has ids from -.* to 590, .*; expected 0 to 599", "negative.npy"),
             ("half.npy: has ids of the type float64 .* expected whole numbers", "half.npy"),
             (r"rows.npy: .* and the shape \(100, 5\); expected one row", "rows.npy"),
