@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
 
 from dev.features import kv_cache
@@ -69,6 +69,14 @@ class Timed:
         self.ends["the kernels"] = age()
 
 
+def draw(early, parameters):
+    """Draw all parameters, for a Future."""
+    try:
+        early.set_result([*parameters])
+    except BaseException as e:
+        early.set_exception(e)
+
+
 class Drawn:
     """Training whose first parameters are drawn while the GPU and the data are made ready. They are
     in memory all at once, so those of a large model are not."""
@@ -76,7 +84,10 @@ class Drawn:
 
     def make_device(self):
         if sum(row.size for row in self.config.parameter_table()) <= MOST_AHEAD:
-            self.early = ThreadPoolExecutor(1).submit(list, super().first_parameters())
+            self.early = Future()
+            # A daemon, which a program that ends with an error does not wait for
+            threading.Thread(target=draw, args=(self.early, super().first_parameters()),
+                             daemon=True).start()
         return super().make_device()
 
     def first_parameters(self):

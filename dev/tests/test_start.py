@@ -2,6 +2,7 @@
 run knows how long it took to start."""
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import Future
 from unittest import mock
@@ -108,11 +109,16 @@ def test_failed_compilation():
 def test_drawn_ahead():
     """Parameters are there before the device is, and are handed over one by one. Those of a large
     model are drawn when they are asked for."""
-    pairs = [("wte", 1), ("wpe", 2)]
+    pairs, daemons = [("wte", 1), ("wpe", 2)], []
     config = mock.Mock()
+
+    def parameters(run):
+        daemons.append(threading.current_thread().daemon)
+        yield from pairs
+
     plain = type("Plain", (), dict(
         config=config, make_device=lambda run: run.early and [*run.early.result(9)],
-        first_parameters=lambda run: iter(pairs)))
+        first_parameters=parameters))
     config.parameter_table.return_value = [mock.Mock(size=2**27)] * 3
     run = stack(plain, [start.Drawn])()
     check("not those of a large model", run.make_device() is None)
@@ -120,6 +126,7 @@ def test_drawn_ahead():
     config.parameter_table.return_value.pop()
     check("drawn before there is a device", run.make_device() == pairs)
     check("all, in order", [*run.first_parameters()] == pairs)
+    check("a program that ends does not wait for them", daemons == [False, True], daemons)
     check("none stays in memory", not run.early.result())
 
 
