@@ -224,6 +224,8 @@ def test_fine_tuning(folder):
     (folder / "log_own").mkdir()
     (folder / "log_own/tokenizer.bin").touch()
     (folder / "log_words").mkdir()
+    (folder / "log_used_gpt2").mkdir()
+    (folder / "used.jsonl").touch()
     gpt2, llama = ["train_gpt2.py"], ["-m", "dev.llama3.train_llama3"]
     for model, files, checkpoint, trainer, prepare, vocab, end in (
             ("gpt2", ["gpt2_124M.bin"], "gpt2_124M.bin", gpt2, "prepro_tinyshakespeare.py", "gpt2",
@@ -271,6 +273,7 @@ def test_fine_tuning(folder):
             r"loss .* after step 0: 4\.5 loss .* after step 18: 3\.5$", said), said)
     for arguments, wish in ((["gpt3"], "found gpt3 in place of a model; expected gpt2 or llama"),
                             (["gpt2", "none.jsonl"], "none.jsonl: no such file"),
-                            (["llama:none", "chats.jsonl"], "none is missing; expected a checkp")):
+                            (["llama:none", "chats.jsonl"], "none is missing; expected a checkp"),
+                            (["gpt2", "used.jsonl"], "log_used_gpt2 holds an earlier run")):
         done, calls = start(*arguments)
         check(wish, done.returncode == 1 and not calls and wish in done.stderr, done.stderr)

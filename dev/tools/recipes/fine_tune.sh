@@ -58,6 +58,10 @@ shift 2
 
 name=$(basename "$chats" .jsonl)$end
 log=log_$(basename "$chats" .jsonl)_$kind
+if [ -e "$log" ] && [[ " $* " != *" -y "* ]]; then
+    echo "error: $log holds an earlier run; expected -y 1, which goes on from it, or no such folder" >&2
+    exit 1
+fi
 machine=()  # what answers need of the flags that are given
 for ((i = 1; i < $#; i++)); do
     case ${!i} in
