@@ -573,18 +573,19 @@ static void multiply_block(Matrix& to, Matrix& x, Matrix& y_transposed, long fir
                        COLUMNS, rows, COLUMNS, HS, false);
 }
 
-// y = softmax(scale q k') v, for the `rows` queries from q[first] on. Query first + i sees the keys
-// from begin(i) to own + i, none before a whole tile. lse (rows), unless null: see attention_forward.
-template <class F>
+// y = softmax(scale q k') v, for a block of queries from q[first] on, whose own keys begin at `own`.
+// lse, unless null, and documents are attention_forward's.
 static void attend_block(Matrix& y, float* lse, Matrix& scores, Matrix& q, Matrix& k_transposed,
-                         Matrix& v, float scale, long first, long rows, long own, long tile, int HS,
-                         F begin) {
+                         Matrix& v, float scale, long first, long rows, long own, int HS,
+                         const int* documents, long b, long T) {
     long keys = own + rows;
+    long tile = first_key(documents, b, T, first) / KEYS * KEYS;  // where seen ones begin
     multiply_block(scores, q, k_transposed, first, rows, tile, keys, HS);
     float inverse[BLOCK];
     for (long i = 0; i < rows; i++) {
-        float *score = scores[i], *weight = score, largest = score[begin(i)], sum = 0.0f;
-        std::fill(score + tile, score + begin(i), -INFINITY);     // another document's
+        long begin = first_key(documents, b, T, first + i);
+        float *score = scores[i], *weight = score, largest = score[begin], sum = 0.0f;
+        std::fill(score + tile, score + begin, -INFINITY);        // another document's
         std::fill(score + own + i + 1, score + keys, -INFINITY);  // the future is not seen
 #pragma omp simd reduction(max : largest)
         for (long s = tile; s < keys; s++) largest = score[s] > largest ? score[s] : largest;
@@ -618,12 +619,9 @@ void attention_forward(real* out, float* lse, const real* qkv, float scale, int 
         Matrix k_transposed = transposed_head_of(sequence + (NH + kv) * HS, width, T, HS);
         Matrix v = head_of(sequence + (NH + NKV + kv) * HS, width, T, HS);
         Matrix scores(BLOCK, T), y(T, HS);
-        for (long first = 0; first < T; first += BLOCK) {
-            long tile = first_key(documents, b, T, first) / KEYS * KEYS;  // where seen ones begin
+        for (long first = 0; first < T; first += BLOCK)
             attend_block(y, lse + head * T + first, scores, q, k_transposed, v, scale, first,
-                         std::min(BLOCK, T - first), first, tile, HS,
-                         [&](long i) { return first_key(documents, b, T, first + i); });
-        }
+                         std::min(BLOCK, T - first), first, HS, documents, b, T);
         store_head(out + (b * T * NH + h) * HS, (long)NH * HS, T, HS, 1.0f, y);
     }
 }

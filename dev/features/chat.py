@@ -53,8 +53,7 @@ class Chatting:
         return status
 
     def ask(self):
-        """In a terminal, say that a prompt is expected. Until it comes, the model passes the end of
-        the last answer."""
+        """In a terminal, ask for a prompt. Meanwhile the model passes the end of its answer."""
         if self.terminal:
             print("> ", end="", file=sys.stderr, flush=True)
         tokens = self.said()
@@ -64,12 +63,10 @@ class Chatting:
     def take(self, line):
         """Do what a line says. Raises UserError."""
         word = line.strip()
-        if re.match(r"/reset\s", word):
-            raise UserError(f"{word}: expected /reset alone, which forgets all turns")
         if word == "/reset":
             note(f"turns forgotten: {len(self.turns)}")
             self.turns = []
-        elif re.fullmatch(r"/\w+", word):
+        elif re.match(r"/\w+$|/reset\s", word):
             raise UserError(f"{word} is no command; expected /reset, or a text; Ctrl-D ends the "
                             "chat")
         elif word:

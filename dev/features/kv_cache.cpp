@@ -63,7 +63,7 @@ void token_linear(real* out, float* stream, const real* inp, const float* x, con
 // qkv (B,NH+2NKV,HS) has the query, key and value of the token at each sequence's position (B): key
 // and value are written to keys and values (B,NKV,T,HS) there; rope (T,HS), unless null, turns query
 // and key. out (B,NH,HS) = softmax(scale * q k') v, over all keys up to the position. kept: the B
-// tokens are neighbours in one text, and keys and values (NKV,T,HS) have theirs, too; rope is null.
+// tokens are neighbours in a text, keys and values (NKV,T,HS) have theirs, too, and rope is null.
 // parts and arrived are for a GPU.
 void token_attention(real* out, real* keys, real* values, float* parts, int* arrived,
                      const real* qkv, const float* rope, const int* positions, float scale, int B,
@@ -79,8 +79,7 @@ void token_attention(real* out, real* keys, real* values, float* parts, int* arr
             Matrix v = head_of(values + begin, HS, end, HS), scores(BLOCK, end), y(B, HS);
             for (long first = 0; first < B; first += BLOCK)
                 attend_block(y, nullptr, scores, q, k_transposed, v, scale, first,
-                             std::min(BLOCK, B - first), start + first, 0, HS,
-                             [](long) { return 0L; });
+                             std::min(BLOCK, B - first), start + first, HS, nullptr, 0, T);
             store_head(out + h * HS, (long)NH * HS, B, HS, 1.0f, y);
         }
         return;

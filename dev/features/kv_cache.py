@@ -4,9 +4,8 @@ pass of one row instead of all.
 A token sees those before it only in attention, and there only through their keys and values. These
 do not change when a token is added. So a text begins with a full pass, which leaves the keys and
 values of its tokens in the cache; then each token's pass writes its own, and its query attends to
-all. More text behind them, as in a chat, is passed like a text of its own, but its queries also
-attend to the keys that are kept. The logits are those of the full pass, but for the order of sums.
-kv_cache.cu has the kernels.
+all. More text behind them, as in a chat, is passed alike, and attends to the keys before it, too.
+The logits are those of the full pass, but for the order of sums. kv_cache.cu has the kernels.
 
 The pass has three forms. Up to FEW sequences, it is bound by reading the weights, and on a GPU one
 kernel: token_pass, whose blocks read weights without a break while they wait for each other. Where
@@ -187,15 +186,13 @@ class Cached:
         self.drawing = None
 
     def set_batch(self, batch):
-        if self.filling is None:
-            self.forget()
-            super().set_batch(batch)
-            return
         # A layout is 534 views in 12 layers, which took a GPU's host a third of a short turn
-        _, BT = batch
-        vars(self).update(self.layouts.get(BT, {}))
+        layouts, (_, BT) = self.layouts if self.filling else {}, batch
+        if not self.filling:
+            self.forget()
+        vars(self).update(layouts.get(BT, {}))
         super().set_batch(batch)
-        self.layouts[BT] = {name: vars(self)[name] for name in LAID_OUT}
+        layouts[BT] = {name: vars(self)[name] for name in LAID_OUT}
 
     def set_tensors(self, tensors, kept):
         super().set_tensors(tensors, kept)

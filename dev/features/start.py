@@ -70,7 +70,7 @@ class Timed:
 
 
 def draw(early, parameters):
-    """Draw all parameters, for a Future."""
+    """Draw all parameters for a Future, in a thread for which a run that fails does not wait."""
     try:
         early.set_result([*parameters])
     except BaseException as e:
@@ -85,7 +85,6 @@ class Drawn:
     def make_device(self):
         if sum(row.size for row in self.config.parameter_table()) <= MOST_AHEAD:
             self.early = Future()
-            # A daemon, which a program that ends with an error does not wait for
             threading.Thread(target=draw, args=(self.early, super().first_parameters()),
                              daemon=True).start()
         return super().make_device()

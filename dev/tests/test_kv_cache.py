@@ -318,50 +318,40 @@ def test_going_on(device_name, kind):
 
 @pytest.mark.parametrize("kind", (GPT2, Llama3))
 def test_turns(device_name, kind):
-    """A turn does the work of a fresh prompt of its words: the same launches, with products of as
-    many rows, one head, and no layout that was made before. Only attention and what knows positions
-    have other kernels or sizes."""
+    """A turn launches what a fresh prompt of its words does, but for kernels that know positions:
+    products of as many rows, and one head. There is one layout of each length."""
     model, _ = models("cuda" if device_name == "cuda" else "cpu", "fp32", kind, 700)
-    device, work, head = model.device, [], address_of(model.head.w)
-    same = dict(attention_forward="token_attention", encoder_forward="token_embedding",
-                rope_forward="rope")
+    device, head, work = model.device, address_of(model.head.w), []
+    launch, matmul = device.launch, device.matmul
+    same = dict(attention_forward="token_attention", encoder_forward="token_embedding")
 
-    def launch(name, items, *args, **more):
-        work.append((same[name], "") if name in same else
-                    (name, "" if name in same.values() else items))
+    def launched(name, items, *args, **more):
+        other = name in same or name in same.values() or name.startswith("rope")
+        work.append((same.get(name, name), 0 if other else items))
         if name == "token_linear" and address_of(args[6]) == head:
-            work.append(("head", 1))
-        return launch_of_device(name, items, *args, **more)
+            work.append("head")
+        launch(name, items, *args, **more)
 
-    def matmul(out, left, right, **more):
-        work.append(("head" if address_of(right) == head else "matmul", out.shape + left.shape))
-        return matmul_of_device(out, left, right, **more)
-
-    def lay_out(model):
-        work.append(("lay_out", model.BT))
-        lay_out_of_model(model)
+    def multiplied(out, left, right, **more):
+        work.append("head" if address_of(right) == head else (out.shape, left.shape))
+        matmul(out, left, right, **more)
 
     def work_behind(kept, words):
         model.forget()
         model.fill(0, kept)
         work.clear()
         model.next_logits(kept + words)
-        return Counter(each for each in work if each[0] != "rope_table")
+        return Counter(work) - Counter({("rope_table", 0): 1})
 
-    launch_of_device, matmul_of_device = device.launch, device.matmul
-    lay_out_of_model = train_gpt2.lay_out
-    with mock.patch.multiple(device, launch=launch, matmul=matmul), \
-            mock.patch("train_gpt2.lay_out", lay_out):
+    with mock.patch.multiple(device, launch=launched, matmul=multiplied), mock.patch(
+            "train_gpt2.lay_out", side_effect=train_gpt2.lay_out) as layouts:
         for count in (5, 40, 200, 290):
-            words = tokens_of(count, 3)
-            fresh = Counter({key: n for key, n in work_behind([], words).items()
-                             if key[0] != "lay_out"})
-            pieces = (count - 1) // kv_cache.PIECE  # of attention, behind the first
-            fresh["token_attention", ""] += pieces * model.config.L
-            turn = work_behind(tokens_of(310), words)
+            fresh = work_behind([], tokens_of(count))
+            fresh["token_attention", 0] += (count - 1) // kv_cache.PIECE * model.config.L
+            turn = work_behind(tokens_of(310, 3), tokens_of(count))
             check(f"{count} words", turn == fresh, (fresh - turn, turn - fresh))
-            heads = [n for (name, _), n in turn.items() if name == "head"]
-            check(f"{count} words: one head", model.in_one or heads == [1], heads)
+            check(f"{count} words: one head", model.in_one or turn["head"] == 1, turn["head"])
+    check("64, 256 and 320 rows", layouts.call_count == 3, layouts.mock_calls)
 
 
 def test_rows():

@@ -2,7 +2,6 @@
 run knows how long it took to start."""
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import Future
 from unittest import mock
@@ -109,24 +108,20 @@ def test_failed_compilation():
 def test_drawn_ahead():
     """Parameters are there before the device is, and are handed over one by one. Those of a large
     model are drawn when they are asked for."""
-    pairs, daemons = [("wte", 1), ("wpe", 2)], []
+    pairs = [("wte", 1), ("wpe", 2)]
     config = mock.Mock()
-
-    def parameters(run):
-        daemons.append(threading.current_thread().daemon)
-        yield from pairs
-
     plain = type("Plain", (), dict(
         config=config, make_device=lambda run: run.early and [*run.early.result(9)],
-        first_parameters=parameters))
+        first_parameters=lambda run: iter(pairs)))
     config.parameter_table.return_value = [mock.Mock(size=2**27)] * 3
     run = stack(plain, [start.Drawn])()
     check("not those of a large model", run.make_device() is None)
     check("they are drawn later", [*run.first_parameters()] == pairs)
     config.parameter_table.return_value.pop()
-    check("drawn before there is a device", run.make_device() == pairs)
+    with mock.patch.object(start.threading, "Thread", wraps=start.threading.Thread) as thread:
+        check("drawn before there is a device", run.make_device() == pairs)
+    check("a program that ends does not wait", thread.call_args.kwargs["daemon"])
     check("all, in order", [*run.first_parameters()] == pairs)
-    check("a program that ends does not wait for them", daemons == [False, True], daemons)
     check("none stays in memory", not run.early.result())
 
 
