@@ -2,9 +2,10 @@
 between (activation checkpointing, Chen et al. 2016).
 
 A layer keeps what its backward pass reads: see Config.activation_table. What is computed again
-needs only one tensor, which all layers share. The same kernels and products compute it from the
-same numbers, so the bits are the same; but where a product has applied GELU, level 1 does it with a
-kernel, and a last bit may differ.
+needs only one tensor, which all layers share. The same kernels and products compute it, in fp32
+from the same numbers, so the bits are the same. In bf16 a norm is computed again from the rounded
+stream that it has kept, and where a product has applied GELU, level 1 does it with a kernel: a last
+bit may differ.
 
     1    what is cheap: the outputs of norms, and the MLP's hidden channels after GELU. Three
          launches per layer.

@@ -83,7 +83,8 @@ class Drawn:
     early = None
 
     def make_device(self):
-        if sum(row.size for row in self.config.parameter_table()) <= MOST_AHEAD:
+        size = sum(row.size for row in self.config.parameter_table())
+        if size <= MOST_AHEAD and not self.flags.exact:  # --exact draws its own
             self.early = Future()
             threading.Thread(target=draw, args=(self.early, super().first_parameters()),
                              daemon=True).start()

@@ -107,17 +107,21 @@ def test_failed_compilation():
 @fast
 def test_drawn_ahead():
     """Parameters are there before the device is, and are handed over one by one. Those of a large
-    model are drawn when they are asked for."""
+    model, and --exact's, are drawn when they are asked for."""
     pairs = [("wte", 1), ("wpe", 2)]
     config = mock.Mock()
     plain = type("Plain", (), dict(
-        config=config, make_device=lambda run: run.early and [*run.early.result(9)],
+        config=config, flags=mock.Mock(exact=0),
+        make_device=lambda run: run.early and [*run.early.result(9)],
         first_parameters=lambda run: iter(pairs)))
     config.parameter_table.return_value = [mock.Mock(size=2**27)] * 3
     run = stack(plain, [start.Drawn])()
     check("not those of a large model", run.make_device() is None)
     check("they are drawn later", [*run.first_parameters()] == pairs)
     config.parameter_table.return_value.pop()
+    run.flags.exact = 1
+    check("not those of --exact", run.make_device() is None)
+    run.flags.exact = 0
     with mock.patch.object(start.threading, "Thread", wraps=start.threading.Thread) as thread:
         check("drawn before there is a device", run.make_device() == pairs)
     check("a program that ends does not wait", thread.call_args.kwargs["daemon"])
