@@ -111,8 +111,7 @@ class Cpu(Host):
         self.path, _ = compiled("the kernels' loops", flags, source)
         self.library = loaded(self.path, "the kernels' loops")
         values = dict(re.findall(r"-D(CHANNELS|HS|GROUP)=(\d+)", " ".join(self.switches())))
-        self.C = int(values["CHANNELS"])
-        values = {"C": self.C, "HS": int(values["HS"]),
+        values = {"C": int(values["CHANNELS"]), "HS": int(values["HS"]),
                   "GROUP": int(values.get("GROUP", 1)), "blocks": None, "heads": None,
                   "documents": self.documents}
         for name, parameters in read_loops(source).items():

@@ -65,8 +65,10 @@ inline long ceil_div(long a, long b) { return (a + b - 1) / b; }
 // then a matter of writing n + 127 where a float keeps its exponent: 255 means infinity, from
 // x = 88.4 on, and 0 makes zero. A NaN stays one.
 constexpr float LOG2_E = 1.442695041f, LN_2 = 0.6931471806f;
-#ifdef EXACT
-inline float exponential(float x) { return exact::exp(x); }  // see features/exact
+#ifdef EXACT  // see features/exact
+inline float exponential(float x) { return exact::exp(x); }
+inline float power_of_2(float x) { return exact::exp2(x); }
+using exact::sum_of;
 #else
 inline float exponential(float x) {
     x = x < -88.0f ? -88.0f : x > 89.0f ? 89.0f : x;
@@ -80,7 +82,31 @@ inline float exponential(float x) {
     float power = bits_as<float>((bits_as<uint32_t>(shifted) << 23) + 0x3f800000u);  // 2^n
     return (p * square + (f + 1.0f)) * power;
 }
+inline float power_of_2(float x) { return exponential(LN_2 * x); }
+
+// The sum of f(c) for c < C. It is in --exact that a kernel's threads matter.
+template <class F>
+inline float sum_of(int threads, int C, F f) {
+    float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+    for (int c = 0; c < C; c++) sum += f(c);
+    return sum;
+}
 #endif
+
+// out (OC) = the sums of the columns of inp (N,OC); or += with adds. As on a GPU, every slots-th row
+// has a sum of its own.
+template <int slots, class T>
+static void add_columns(float* out, const T* inp, long N, int OC, bool adds) {
+    std::vector<float> sums(slots * OC), total(OC);
+    for (long n = 0; n < N; n++)
+#pragma omp simd
+        for (int c = 0; c < OC; c++) sums[n % slots * OC + c] += inp[n * OC + c];
+    for (int i = 0; i < slots; i++)
+#pragma omp simd
+        for (int c = 0; c < OC; c++) total[c] += sums[i * OC + c];
+    for (int c = 0; c < OC; c++) out[c] = (adds ? out[c] : 0.0f) + total[c];
+}
 
 extern "C" {
 
@@ -145,18 +171,14 @@ void residual_layernorm_forward(real* out, float* mean, float* rstd, real* copy,
 #pragma omp simd
             for (int c = 0; c < C; c++) row[c] += branch[n * C + c];
         }
-        float sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-        for (int c = 0; c < C; c++) {
-            copy[n * C + c] = row[c];
-            sum += row[c];
-        }
-        float m = sum / C, squares = 0.0f;
-#pragma omp simd reduction(+ : squares)
-        for (int c = 0; c < C; c++) squares += (row[c] - m) * (row[c] - m);
+        float m = sum_of(32, C, [&](int c) { return row[c]; }) / C;
+        float squares = sum_of(32, C, [&](int c) { return (row[c] - m) * (row[c] - m); });
         float s = 1.0f / sqrtf(squares / C + 1e-5f);
 #pragma omp simd
-        for (int c = 0; c < C; c++) out[n * C + c] = (row[c] - m) * s * weight[c] + bias[c];
+        for (int c = 0; c < C; c++) {
+            copy[n * C + c] = row[c];
+            out[n * C + c] = (row[c] - m) * s * weight[c] + bias[c];
+        }
         mean[n] = m;
         rstd[n] = s;
     }
@@ -168,35 +190,38 @@ void residual_layernorm_forward(real* out, float* mean, float* rstd, real* copy,
 // is subtracted. For each row of dresidual (N,C):
 //   dresidual += rstd * (dnorm - average(dnorm) - norm * average(dnorm * norm))
 // dweight (C) is the sum over rows of dout * norm, dbias (C) that of dout. Each of `blocks` shares
-// of the rows leaves its parts of them in partials (2,blocks,C); add_partials adds these up.
+// of the rows leaves its parts of them in partials (2,blocks,C); add_partials adds these up. As on
+// a GPU, a share takes some rows at a time, each of which has a sum of its own.
 void layernorm_backward(real* dresidual, float* partials, const real* dout, const real* inp,
                         const real* weight, const float* mean, const float* rstd, int N, int C,
                         int blocks) {
+    const int threads = C <= 1280 ? 32 : 128;  // of a row; and the rows that fit shared memory:
+    const long rows = std::clamp(98 * 1024 / (2 * 3 * 4 * C), 1,
+                                 (C <= 768 ? 384 : C <= 1280 ? 256 : 512) / threads);
 #pragma omp parallel for
     for (long block = 0; block < blocks; block++) {
-        float* dweight_part = partials + block * C;
-        float* dbias_part = partials + (blocks + block) * C;
-        std::fill(dweight_part, dweight_part + C, 0.0f);
-        std::fill(dbias_part, dbias_part + C, 0.0f);
-        for (long n = block * N / blocks; n < (block + 1) * N / blocks; n++) {
-            const real *x = inp + n * C, *dy = dout + n * C;
-            real* dx = dresidual + n * C;
-            float m = mean[n], s = rstd[n], sum = 0.0f, sum_norm = 0.0f;
-#pragma omp simd reduction(+ : sum, sum_norm)
-            for (int c = 0; c < C; c++) {
-                float dnorm = dy[c] * weight[c];
-                sum += dnorm;
-                sum_norm += dnorm * (x[c] - m) * s;
-            }
-            float average = sum / C, average_norm = sum_norm / C;
+        std::vector<float> sums(2 * rows * C);
+        for (long first = block * rows; first < N; first += blocks * rows)
+            for (long n = first; n < std::min(first + rows, (long)N); n++) {
+                const real *x = inp + n * C, *dy = dout + n * C;
+                real* dx = dresidual + n * C;
+                float *of_norm = &sums[(n - first) * C], *of_dout = of_norm + rows * C;
+                float s = rstd[n], minus_ms = -mean[n] * s;
+                auto norm = [&](int c) { return x[c] * s + minus_ms; };
+                auto dnorm = [&](int c) { return dy[c] * weight[c]; };
+                float average = sum_of(threads, C, dnorm) / C;
+                float average_norm =
+                    sum_of(threads, C, [&](int c) { return dnorm(c) * norm(c); }) / C;
 #pragma omp simd
-            for (int c = 0; c < C; c++) {
-                float norm = (x[c] - m) * s, dnorm = dy[c] * weight[c];
-                dx[c] = dx[c] + s * (dnorm - average - norm * average_norm);
-                dweight_part[c] += dy[c] * norm;
-                dbias_part[c] += dy[c];
+                for (int c = 0; c < C; c++) {
+                    dx[c] = dx[c] + s * (dnorm(c) - average - norm(c) * average_norm);
+                    of_norm[c] += dy[c] * norm(c);
+                    of_dout[c] += dy[c];
+                }
             }
-        }
+        for (int which = 0; which < 2; which++)
+            add_columns<1>(partials + (which * blocks + block) * C, &sums[which * rows * C], rows,
+                           C, false);
     }
 }
 
@@ -214,28 +239,18 @@ void layernorm_backward(real* dresidual, float* partials, const real* dout, cons
 // partials (blocks,OC) = for each of `blocks` shares of the rows of dout (N,OC), the sum of each
 // column
 void matmul_backward_bias(float* partials, const real* dout, int N, int OC, int blocks) {
+    long rows = ceil_div(N, 32 * blocks) * 32;
 #pragma omp parallel for
-    for (long block = 0; block < blocks; block++) {
-        float* sum = partials + block * OC;
-        std::fill(sum, sum + OC, 0.0f);
-        for (long n = block * N / blocks; n < (block + 1) * N / blocks; n++) {
-#pragma omp simd
-            for (int c = 0; c < OC; c++) sum[c] += dout[n * OC + c];
-        }
-    }
+    for (long block = 0; block < blocks; block++)
+        add_columns<8>(partials + block * OC, dout + rows * block * OC,
+                       std::min(rows, N - rows * block), OC, false);
 }
 
 // out1 (C), out2 (C) = the sums over the rows of partials (2,blocks,C); or += with adds. A null
 // output is skipped.
 void add_partials(float* out1, float* out2, const float* partials, int blocks, int C, int adds) {
-    for (float* out : {out1, out2}) {
-        if (out && !adds) std::fill(out, out + C, 0.0f);
-        for (long block = 0; out && block < blocks; block++) {
-#pragma omp simd
-            for (int c = 0; c < C; c++) out[c] += partials[block * C + c];
-        }
-        partials += (long)blocks * C;
-    }
+    if (out1) add_columns<32>(out1, partials, blocks, C, adds);
+    if (out2) add_columns<32>(out2, partials + (long)blocks * C, blocks, C, adds);
 }
 
 }  // extern "C"
@@ -447,29 +462,6 @@ struct Matrix {
     float* operator[](long i) { return lines[0].numbers + i * columns; }
 };
 
-// What follows is done in another way for --exact, with which a sum has the order that it has on a
-// GPU: see features/exact. A weight is e^(scale * score - log(2) lse).
-#ifdef EXACT
-inline float weight_of(float score, float scale, float lse) {
-    return exact::exp2(scale * LOG2_E * score - lse);
-}
-inline float dot(const float* x, const float* y, int n) {  // two lanes take packs by turns
-    float sums[2] = {};
-    for (int c = 0, pack = n % 4 ? 1 : 4; c < n; c++) sums[c / pack % 2] += x[c] * y[c];
-    return sums[0] + sums[1];
-}
-#else
-inline float weight_of(float score, float scale, float lse) {
-    return exponential(scale * score - lse * LN_2);
-}
-inline float dot(const float* x, const float* y, int n) {
-    float sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-    for (int c = 0; c < n; c++) sum += x[c] * y[c];
-    return sum;
-}
-#endif
-
 // A tile of sum (I,J) = left (I,K) right (K,J), or += if adds. The numbers from its first on, or in
 // its row and column, are sum[i * ls + j], right[k * lr + j] and left[i * li + k * lk]: with
 // (li,lk) = (stride,1) left is read as it is stored, and its transpose with (1,stride).
@@ -644,7 +636,7 @@ static long weights_and_dscores(Matrix& weights, Matrix& dscores, Matrix& q, Mat
         float *weight = weights[i], *dscore = dscores[i], l = lse[t], d = delta[t];
 #pragma omp simd
         for (long s = tile; s < keys; s++) {  // of all keys of whole tiles: whole vectors
-            weight[s] = weight_of(weight[s], scale, l);
+            weight[s] = power_of_2(scale * LOG2_E * weight[s] - l);
             dscore[s] = weight[s] * (dscore[s] - d);
         }
         for (float* x : {weight, dscore}) {
@@ -673,7 +665,8 @@ void attention_backward_q(real* dqkv, float* delta, const float* lse, const real
         Matrix v_transposed = transposed_head_of(sequence + (NH + NKV + kv) * HS, width, T, HS);
         Matrix y = head_of(out + (b * T * NH + h) * HS, (long)NH * HS, T, HS);
         Matrix dy = head_of(dout + (b * T * NH + h) * HS, (long)NH * HS, T, HS);
-        for (long t = 0; t < T; t++) delta[head * T + t] = dot(y[t], dy[t], HS);
+        for (long t = 0; t < T; t++)
+            delta[head * T + t] = sum_of(2, HS, [&](int c) { return y[t][c] * dy[t][c]; });
         Matrix weights(BLOCK, T), dscores(BLOCK, T), dq(T, HS);
         for (long first = 0; first < T; first += BLOCK) {
             long rows = std::min(BLOCK, T - first);

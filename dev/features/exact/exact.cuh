@@ -8,9 +8,8 @@ alike everywhere, if no compiler makes an fmaf of a product and a sum: it is tol
 #define EXACT_ON_GPU
 extern __shared__ __align__(1024) unsigned char dynamic_shared[];
 #define DYNAMIC_SHARED(type, name) type* name = reinterpret_cast<type*>(dynamic_shared)
-#elif defined(__launch_bounds__)
-#define EXACT_EMULATED
-#else  // loops
+#elif !defined(__launch_bounds__)
+#define EXACT  // the CPU's loops
 #include <cmath>
 #include <cstring>
 #define __device__ inline
@@ -63,20 +62,50 @@ __device__ float log(float x) {
     return (f + ((p * f * z - e * 2.12194440e-4f) - 0.5f * z)) + e * 0.693359375f;
 }
 __device__ float log2(float x) { return log(x) * 1.442695041f; }
-// GELU and its derivative by the operations of kernels.cu, for the loops
-__device__ float gelu_denominator(float x) { return 1.0f + exp(-1.595769122f * (x + 0.044715f * x * x * x)); }
-__device__ float gelu(float x) { return x / gelu_denominator(x); }
-__device__ float gelu_derivative(float x) {
+
+#ifdef EXACT
+// GELU and its derivative by the operations of kernels.cu
+inline float gelu_denominator(float x) { return 1.0f + exp(-1.595769122f * (x + 0.044715f * x * x * x)); }
+inline float gelu(float x) { return x / gelu_denominator(x); }
+inline float gelu_derivative(float x) {
     float g = 1.0f / gelu_denominator(x);
     return g + x * g * (1.0f - g) * 1.595769122f * (1.0f + 3.0f * 0.044715f * x * x);
 }
 
-#if defined(EXACT_ON_GPU) || defined(EXACT_EMULATED)
+// What a kernel's thread adds up for itself is a slot of an array in loops, and these sum up the slots: of a warp, as
+// kernels.cu's warp_sum, overwriting them,
+inline float warp_sum(float* x, int lanes = 32) {
+    for (int half = lanes / 2; half > 0; half /= 2)
+        for (int i = 0; i < half; i++) x[i] += x[i + half];
+    return x[0];
+}
+inline float block_sum(float* x, int threads) {  // of a block, as block_reduce
+    float of_warp[32] = {};
+    for (int warp = 0; warp < threads / 32; warp++) of_warp[warp] = warp_sum(x + 32 * warp);
+    return warp_sum(of_warp);
+}
+// sums (threads) += f(c) for c < C: each thread takes packs of 4 columns, or of 1, by turns.
+template <class F>
+inline void add_slots(float* sums, int threads, int C, F f) {
+    for (int first = 0, pack = C % 4 ? 1 : 4; first < C; first += pack * threads)
+        for (int i = 0, there = (C - first) / pack < threads ? (C - first) / pack : threads; i < pack; i++)
+#pragma omp simd
+            for (int t = 0; t < there; t++) sums[t] += f(first + pack * t + i);
+}
+template <class F>
+float sum_of(int threads, int C, F f) {
+    float sums[128] = {};
+    add_slots(sums, threads, C, f);
+    float total = warp_sum(sums, threads < 32 ? threads : 32);
+    for (int t = 32; t < threads; t += 32) total += warp_sum(sums + t);
+    return total;
+}
+#else
 // In place of the tensor cores: each number is a chain of fmaf along the summed index k, which begins with what D was.
 // kernels.cu says which lane holds what.
 template <class Pair>
 __device__ void mma_pair(float (&left)[4], float (&right)[4], const Pair (&a)[4], const Pair (&b)[4]) {
-#ifdef EXACT_ON_GPU  // lane 4g + q asks lane 4g + p for A's columns, and lanes 8q + p and 8q + 4 + p for B's rows
+    // lane 4g + q asks lane 4g + p for A's columns, and lanes 8q + p and 8q + 4 + p for B's rows
     int lane = threadIdx.x % 32, q = lane % 4;
 #pragma unroll
     for (int half = 0; half < 2; half++)
@@ -94,28 +123,6 @@ __device__ void mma_pair(float (&left)[4], float (&right)[4], const Pair (&a)[4]
                     d[n % 2 + 2] = fmaf(lower, column, d[n % 2 + 2]);
                 }
             }
-#else  // the last lane to arrive computes for all, as in dev/cpu/ptx.h
-    struct Lane { float* d[2]; const Pair *a, *b; };
-    cuda_on_cpu::Exchange<Lane>(~0u, {{left, right}, a, b}, "mma", __LINE__, [](Lane* lanes) {
-        float A[16][16], B[16][16], D[16][16];
-        auto each_of_d = [&](auto f) {
-            for (int lane = 0; lane < 32; lane++)
-                for (int i = 0; i < 8; i++)
-                    f(lanes[lane].d[i / 4][i % 4], D[lane / 4 + i / 2 % 2 * 8][i / 4 * 8 + 2 * (lane % 4) + i % 2]);
-        };
-        each_of_d([](float& of_lane, float& d) { d = of_lane; });
-        for (int lane = 0; lane < 32; lane++)
-            for (int i = 0, g = lane / 4, q = lane % 4; i < 4; i++)
-                for (int j = 0; j < 2; j++) {
-                    A[g + i % 2 * 8][2 * q + i / 2 * 8 + j] = element(lanes[lane].a[i], j);
-                    B[2 * q + i % 2 * 8 + j][g + i / 2 * 8] = element(lanes[lane].b[i], j);
-                }
-        for (int m = 0; m < 16; m++)
-            for (int k = 0; k < 16; k++)
-                for (int n = 0; n < 16; n++) D[m][n] = fmaf(A[m][k], B[k][n], D[m][n]);
-        each_of_d([](float& of_lane, float& d) { of_lane = d; });
-    });
-#endif
 }
 #endif
 }  // namespace exact
@@ -131,7 +138,7 @@ __device__ void copies_end() {}
 template <int pending>
 __device__ void wait_for_copies() {}
 #endif
-#if defined(EXACT_ON_GPU) || defined(EXACT_EMULATED)
+#ifndef EXACT
 #define expf exact::exp
 #define logf exact::log
 #define log2f exact::log2

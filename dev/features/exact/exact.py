@@ -78,40 +78,32 @@ def launch_product(device, out, left, right, bias, accumulate, enough):
 
 class ExactCpu(Steady):
     """What both devices of the CPU share."""
-    CONTRACTION = ("-ffp-contract=off", "-DEXACT")
+    CONTRACTION = ("-ffp-contract=off",)
 
 
 class ExactEmulated(ExactCpu):
     """A mixin in front of Emulated; the CPU's loop multiplies."""
     max_threads = 1024
-    loops = None
 
     def __init__(self, dtype, c, *args, **keywords):
-        self.config = c
         super().__init__(dtype, c, *args, **keywords)
+        self.matmul = stack(Cpu, [ExactLoops])(dtype, c).matmul
 
     def compile(self, sources):
         super().compile([ARITHMETIC, *sources])
 
-    def matmul(self, *args, **keywords):
-        if not self.loops:
-            self.loops = stack(Cpu, [ExactLoops])(self.dtype, self.config)
-        self.loops.matmul(*args, **keywords)
-
 
 class ExactLoops(ExactCpu):
-    """A mixin in front of Cpu, whose loops called exact_... take the place of others."""
+    """A mixin in front of Cpu, whose loops called exact_... take the place of others. Two kernels
+    are fast enough when they are emulated."""
     AHEAD, INSTEAD = (ARITHMETIC,), "exact_"
 
     def __init__(self, dtype, c, beside=()):
         super().__init__(dtype, c, [*dict.fromkeys([*beside, SOURCE])])
-
-    def compile(self):
-        super().compile()
-        threads, of_row = ((384, 32) if self.C <= 768 else (256, 32) if self.C <= 1280 else
-                           (512, 128))
+        threads, of_row = (384, 32) if c.C <= 768 else (256, 32) if c.C <= 1280 else (512, 128)
         self.layernorm_sizes = SimpleNamespace(threads=threads, row_threads=of_row,
-                                               shared_of_row=2 * 3 * 4 * self.C)
+                                               shared_of_row=2 * 3 * 4 * c.C)
+        self.loops.pop("encoder_backward_wte", None)
 
     def emulate(self, only=None):
         return stack(Emulated, [ExactEmulated])(self.dtype, self.config, self.sources, only,
