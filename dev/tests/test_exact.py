@@ -1,12 +1,12 @@
 """--exact 1 (dev/features/exact): the same bits from kernels.cu, on a GPU or emulated, and from the
 CPU's loops; what a run of it writes down; and dev/tools/verify.py, which finds planted changes."""
+import contextlib
 import itertools
 import json
 import math
 import os
+import re
 import shutil
-import subprocess
-import sys
 from types import SimpleNamespace
 from unittest import mock
 
@@ -14,22 +14,20 @@ import numpy as np
 import pytest
 
 from dev.common.config import Config
-from dev.common.nvrtc import BODY, has_nvrtc, messages_and_ptx
-from dev.cpu.device import Cpu
-from dev.cpu.emulated import KERNELS, Emulated
+from dev.common.nvrtc import BODY, has_nvrtc
+from dev.cpu import host
+from dev.cpu.emulated import KERNELS
 from dev.features.base import GPT2
-from dev.features.devices import FastCuda
+from dev.features.devices import ON_CPU, FastCuda
 from dev.features.exact import exact
-from dev.features.exact.exact import ARITHMETIC, SOURCE, ExactLoops
+from dev.features.exact.exact import ARITHMETIC, SOURCE, ExactLoops, ExactTraining
 from dev.features.feature import stack
-from dev.tests.checks import (EXACT, TINY, TOP, check, check_refusal, fast, normal,
-                              output_of)
+from dev.tests.checks import EXACT, TOP, check, check_refusal, fast, normal, output_of
 from dev.tests.models import model_class, on_device
-from dev.tests.trainings import TRAINER, call, check_error, ran, token_files
+from dev.tests.trainings import check_error, check_resumed, ran, token_files, trained
 from train_gpt2 import pack_batch, source_of
 
-VERIFY = "dev.tools.verify"
-CLASSES = {"cpu": Cpu, "emulated": Emulated, "cuda": FastCuda}
+VERIFY, ON = dict(program="dev.tools.verify"), ("--", "--device", "cpu")
 FUNCTIONS = """
 BLOCK(256, threads)
 extern "C" __global__ void functions(float* out, const float* x, int n) {
@@ -41,13 +39,11 @@ extern "C" __global__ void functions(float* out, const float* x, int n) {
 """
 
 
-def device_for(name, c, beside=(SOURCE,), **more):
-    return stack(CLASSES[name], [exact.DEVICES[name]])("fp32", c, [*beside], **more)
-
-
-def only(device_name, *kernels):
-    """The argument that saves the emulator all other kernels."""
-    return dict(only=kernels) if device_name == "emulated" else {}
+def device_for(name, c, *only, source=SOURCE):
+    """An exact device. only: the kernels that will be launched, if they are emulated."""
+    more = dict(only=only) if name == "emulated" and only else {}
+    kind = stack((ON_CPU | dict(cuda=FastCuda))[name], [exact.DEVICES[name]])
+    return kind("fp32", c, [source], **more)
 
 
 def test_functions(device_name, folder):
@@ -55,7 +51,7 @@ def test_functions(device_name, folder):
     infinite or NaN. Their bits are those that every machine had."""
     path = folder / "functions.cu"
     path.write_text(FUNCTIONS)
-    device = device_for(device_name, Config(), [path], **only(device_name, "functions"))
+    device = device_for(device_name, Config(), "functions", source=path)
     # numbers of all sizes and both signs, those near 1, and no numbers
     x = np.concatenate([np.arange(0x00800000, 0x7F800000, 199999, np.uint32),
                         np.arange(0x3F000000, 0x3FC00000, 4999, np.uint32)]).view(np.float32)
@@ -66,10 +62,9 @@ def test_functions(device_name, folder):
     with np.errstate(all="ignore"):
         for name, got in zip(("exp", "exp2", "log", "log2"), found):
             wish = getattr(np, name)(np.float64(x))
-            # e^x is 0 or infinite somewhat before it has to be
-            wish = np.where(wish > 1.6e38, np.inf, np.where(wish < 1.2e-38, 0, wish)
-                            ) if "exp" in name else wish
-            got = np.where((got > 1.6e38) & ("exp" in name), np.inf, got)
+            if "exp" in name:  # it is 0 or infinite somewhat before it has to be
+                wish = np.where(wish > 1.6e38, np.inf, np.where(wish < 1.2e-38, 0, wish))
+                got = np.where(got > 1.6e38, np.inf, got)
             close = np.isclose(got, wish, 2.5e-7, 1.2e-38, equal_nan=True)
             check(name, close.all(), (x[~close][:3], got[~close][:3]))
     bits = exact.hash_of(np.where(np.isnan(found), 0, found).tobytes())
@@ -79,29 +74,29 @@ def test_functions(device_name, folder):
 def test_product(device_name):
     """A product by large and by small tiles, in each layout, with a bias or added: the right
     numbers, and the bits of the CPU's loop."""
-    device = device_for(device_name, Config(C=64, NH=2),
-                        **only(device_name, "exact_product", "exact_small_product"))
-    loops = device_for("cpu", Config(C=64, NH=2))
-
-    def drawn(*shape):
-        return normal(*shape).astype(np.float32)
-
+    c = Config(C=64, NH=2)
+    device = device_for(device_name, c, "exact_product", "exact_small_product")
+    loops = device_for("cpu", c)
     for I, J, K in ((4, 4, 4), (132, 68, 20), (1, 260, 36), (8, 136, 301)):
         k, i = K // 4 * 4, -(-I // 4) * 4
-        for name, left, right in (("forward", drawn(I, k), drawn(J, k).T),
-                                  ("dinp", drawn(I, k), drawn(k, J)),
-                                  ("dweight", drawn(K, i).T, drawn(K, J))):
-            bias, before = drawn(J), drawn(len(left), J)
-            for enough, adds in itertools.product((0, 10**9), (False, True)):
-                out = on_device(device, before)
+        for name, left, right in (("forward", normal(I, k), normal(J, k).T),
+                                  ("dinp", normal(I, k), normal(k, J)),
+                                  ("dweight", normal(K, i).T, normal(K, J))):
+            left, right, bias, before = map(np.float32, (left, right, normal(J),
+                                                         normal(len(left), J)))
+            for device.enough, adds in itertools.product((0, 10**9), (False, True)):
+                out, wish = on_device(device, before), before.copy()
                 views = (on_device(device, x.T).T if x.flags.f_contiguous else on_device(device, x)
                          for x in (left, right))
-                exact.launch_product(device, out, *views, None if adds else
-                                     on_device(device, bias), adds, enough)
-                wish = before.copy()
+                device.matmul(out, *views, None if adds else on_device(device, bias), adds)
                 loops.matmul(wish, left, right, None if adds else bias, adds)
-                yield f"{name} {I}x{J}x{K} {enough} {adds}", device.get(out), wish, EXACT
+                yield f"{name} {I}x{J}x{K} {adds}", device.get(out), wish, EXACT
         yield f"{I}x{J}x{K}", wish, before + np.float64(left) @ right, 1e-6
+
+
+def first_parameters(c):
+    run = SimpleNamespace(flags=SimpleNamespace(seed=5), config=c, from_file=False)
+    return ExactTraining.first_parameters(run)
 
 
 def trained_by(name, c, B, T):
@@ -113,12 +108,6 @@ def trained_by(name, c, B, T):
         batches = [pack_batch(*rng.integers(c.V, size=(2, B, T), dtype=np.int32)) for _ in range(2)]
         model.train_step(*batches, learning_rate=0.01, weight_decay=0.1, clip=0.5)
     return model
-
-
-def first_parameters(c):
-    run = exact.ExactTraining()
-    run.flags, run.config, run.from_file = SimpleNamespace(seed=5), c, False
-    return run.first_parameters()
 
 
 # Heads of odd sizes and rows of one, two and many tiles; a word's long runs; a head of short tiles;
@@ -137,30 +126,22 @@ def test_step(device_name, L, NH, C, B, T, V):
             check(f"{arena} {name}: finite", np.isfinite(found).all())
     check("verdicts", kernels.verdict() == loops.verdict(), kernels.verdict())
     found = kernels.device.get(kernels.adam.sums)
-    check("sums", (found == loops.adam.sums).all() and len({*found.tolist()}) == len(found))
-    parameters = np.concatenate([x.ravel() for x in vars(loops.params).values()])
-    piece = [int(x) for x in loops.adam.pieces[1:3]]
-    yield "a sum of bits", found[1:2], [sum_of_bits(parameters, *piece)], EXACT
-
-
-def sum_of_bits(numbers, first, end):
-    total = 0
-    for i in range(first, end):
-        x = i << 32 | int(numbers[i : i + 1].view(np.uint32)[0])
-        x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
-        x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
-        total += x ^ x >> 31
-    return np.uint64(total % 2**64)
+    check("sums differ", len(found) == len({*found.tolist()}))
+    yield "the loops' sums", found, loops.adam.sums, EXACT
+    first, end = (int(x) for x in loops.adam.pieces[1:3])
+    x = np.arange(first, end, dtype=np.uint64) << 32
+    x |= loops.arenas["parameters"].view(np.uint32)[first:end]
+    x = (x ^ x >> 30) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ x >> 27) * np.uint64(0x94D049BB133111EB)
+    yield "a sum of bits", found[1:2], [(x ^ x >> 31).sum()], EXACT
 
 
 @fast
 def test_host():
     """What the host computes: powers and cosines are right and need no C library; the first
     numbers are normal; 1/sqrt(HS) is no close call, whose rounding a C library could change."""
-    for beta in (0.9, 0.95, 0.999):
-        for n in (1, 2, 7, 1000, 123456):
-            wish = beta**n
-            check(f"{beta}^{n}", abs(exact.Power(beta)**n - wish) <= 1e-10 * wish)
+    for beta, n in itertools.product((0.9, 0.95, 0.999), (1, 2, 7, 1000, 123456)):
+        yield f"{beta}^{n}", exact.Power(beta)**n, beta**n, 1e-10
     x = np.linspace(0, math.pi, 101)
     yield "cosine", [exact.cosine(each) for each in x], np.cos(x), 1e-14
     for HS in range(1, 257):
@@ -176,114 +157,83 @@ def test_host():
           and not drawn["fcb"].any())
 
 
-def test_compiled():
-    """A GPU's code has multiply-adds in products alone, and no approximation."""
-    if not has_nvrtc():
-        pytest.skip("NVRTC is not installed")
-    text = "".join(map(source_of, (ARITHMETIC, KERNELS, SOURCE)))
-    for gpu, C, HS in (("sm_80", 128, 32), ("sm_90a", 768, 64)):
-        flags = [*exact.ExactCuda.OPTIONS, "-DFP32", f"-DCHANNELS={C}", f"-DHS={HS}"]
-        _, ptx = messages_and_ptx(text, gpu, flags)
-        bodies = {body[1]: body[0] for body in BODY.finditer(ptx)}
-        fused = {name for name, body in bodies.items() if "fma.rn" in body}
-        check(f"{gpu}: fmaf", fused == {"attention_forward", "attention_backward_q",
-                                        "attention_backward_kv", "exact_product",
-                                        "exact_small_product"}, fused)
-        check(f"{gpu}: no approximation", len(bodies) == 20 and not
-              any(word in ptx for word in (".approx", ".ftz", "mma.sync", ".f64")), len(bodies))
-
-
-def test_program_of_gpu(folder):
-    """What a GPU loads was compiled with these options alone, and once."""
+@pytest.mark.parametrize("gpu,C,HS", [(80, 128, 32), (90, 768, 64)])
+def test_compiled(gpu, C, HS, folder):
+    """What CuPy compiles for a GPU, once, has multiply-adds in products alone, and no
+    approximation."""
     if not has_nvrtc():
         pytest.skip("NVRTC is not installed")
     from cupy.cuda import compiler
     device = SimpleNamespace(
-        OPTIONS=exact.ExactCuda.OPTIONS, capability=90, switches=lambda: ["-DFP32"],
+        OPTIONS=exact.ExactCuda.OPTIONS, capability=gpu, switches=lambda: [
+            "-DFP32", f"-DCHANNELS={C}", f"-DHS={HS}"],
         cupy=SimpleNamespace(__version__="14", RawModule=lambda path: path))
-    with mock.patch.dict("os.environ", XDG_CACHE_HOME=str(folder)), mock.patch.object(
-            compiler, "_get_arch_for_options_for_nvrtc", lambda arch: ("-arch=sm_90", "cubin")
+    with mock.patch.dict(os.environ, XDG_CACHE_HOME=str(folder)), mock.patch.object(
+            compiler, "_get_arch_for_options_for_nvrtc", lambda arch: (f"-arch=sm_{gpu}", "ptx")
             ), mock.patch.object(
             compiler, "_NVRTCProgram", side_effect=compiler._NVRTCProgram) as programs:
-        paths = [exact.ExactCuda.module_of(device, "") for _ in range(2)]
-    check("once", programs.call_count == 1 and len(set(paths)) == 1, paths)
-    with open(paths[0], "rb") as file:
-        check("a program of the GPU", file.read(4) == b"\x7fELF")
-
-
-def arguments_of(folder, device="cpu"):
-    return [str(x) for x in (
-        "--device", device, "--exact", 1, "-e", TINY, "-i", folder / "part_train_0.bin", "-b", 2,
-        "-t", 8, "-d", 32, "-x", 8, "-v", 0, "-s", 0, "-l", 1e-2, "-c", 0.1, "-u", 3, "-q", 0.1)]
-
-
-def run_of(folder, output, *flags, device="cpu"):
-    return ran(*arguments_of(folder, device), "-o", folder / output, *flags)
-
-
-def rows_of(path):
-    return [json.loads(line) for line in (path / "log.jsonl").read_text().splitlines()]
+        path, again = (exact.ExactCuda.module_of(device, source_of(KERNELS) + source_of(SOURCE))
+                       for _ in range(2))
+    check("once", programs.call_count == 1 and path == again, path)
+    with open(path) as file:
+        ptx = file.read()
+    bodies = {body[1]: body[0] for body in BODY.finditer(ptx)}
+    fused = {name for name, body in bodies.items() if "fma.rn" in body}
+    check("fmaf", fused == {"attention_forward", "attention_backward_q", "attention_backward_kv",
+                            "exact_product", "exact_small_product"}, fused)
+    check("no approximation", len(bodies) == 20 and not any(
+        word in ptx for word in (".approx", ".ftz", "mma.sync", ".f64")), len(bodies))
 
 
 LAST = "d1d5a622212b7e3e"  # the last hash of run_of on every machine
 
 
+def run_of(folder, name, *flags, device="cpu"):
+    """Make a run in a folder. Returns what it prints, and its hashes."""
+    said = trained(folder / name, "--exact", 1, "-d", 32, "-x", 8, "-c", 0.1, "-u", 3, "-q", 0.1,
+                   *flags, device=device)
+    return said, hashes_of(folder / name)
+
+
+def hashes_of(run):
+    return [json.loads(line)["hash"] for line in (run / "log.jsonl").read_text().splitlines()]
+
+
 def test_runs(device_name, folder):
-    """A run on any device, by one thread and two, with another compiler or instruction set, or
+    """A run on any device, by one thread or more, with another compiler or instruction set, or
     stopped and resumed, has the same hashes: those that every machine had."""
     token_files(folder)
-    run_of(folder, "whole", "-n", 3)
-    wish = [row["hash"] for row in rows_of(folder / "whole")]
+    _, wish = run_of(folder, "whole", "-n", 3)
     check("the last hash", len(wish) == 8 and wish[-1] == LAST, wish[-1])
-    said = run_of(folder, "device", device=device_name)
-    found = [row["hash"] for row in rows_of(folder / "device")]
-    check(f"on {device_name}", found == wish and f"{LAST} after step 8" in said, found)
-    run = shutil.copytree(folder / "whole", folder / "resumed")
-    for path in run.glob("*_00000008*"):  # a kill before the last checkpoint
-        path.unlink()
-    ran("--device", "cpu", "-y", 1, "-o", run)
-    check("resumed", [row["hash"] for row in rows_of(folder / "resumed")] == wish)
-    cases = [("two threads", dict(OMP_NUM_THREADS="2")), ("-O3", dict(CXXFLAGS="-O3")),
-             ("without AVX", dict(CXXFLAGS="-O1 -mno-avx -mno-fma"))]
-    cases += [("clang++", dict(CXX="clang++"))] if shutil.which("clang++") else []
-    for name, changes in cases if device_name != "cuda" else ():
-        done = subprocess.run([sys.executable, "-m", TRAINER, *arguments_of(folder)], text=True,
-                              capture_output=True, env=os.environ | changes)
-        check(name, LAST in done.stdout, done.stdout[-200:] + done.stderr[-200:])
-
-
-def verified(*arguments):
-    status, out, error = call(*arguments, "--device", "cpu", program=VERIFY)
-    return status, out + error
+    resumed, _ = check_resumed("exact", folder / "whole", 8)
+    check("resumed", hashes_of(resumed) == wish)
+    one = mock.patch.object(host, "usable_cores", lambda: 1)
+    cases = {device_name: contextlib.nullcontext(), "one thread": one}
+    for name, changes in {"-O3": dict(CXXFLAGS="-O3"), "clang++": dict(CXX="clang++"),
+                          "no AVX": dict(CXXFLAGS="-O1 -mno-avx -mno-fma")}.items():
+        if device_name != "cuda" and shutil.which(changes.get("CXX", "g++")):
+            cases[name] = mock.patch.dict(os.environ, changes)
+    for name, case in cases.items():
+        with case:
+            said, found = run_of(folder, name, device=device_name if name == device_name else "cpu")
+        check(name, found == wish and f"{LAST} after step 8" in said, (found, said))
+        check("one", name != "one thread" or os.cpu_count() == 1 or "1 thread on" in said, said)
 
 
 def test_verify(folder):
     """A run is verified from its start and from a checkpoint. A rate, a bit of a weight and a
     constant that were changed are found where they were changed."""
     token_files(folder)
-    run = folder / "run"
+    run, constant, trace = folder / "run", folder / "constant", folder / "1.npz"
     run_of(folder, "run", "-n", 3)
     for arguments, wish in (((), f"steps 1 to 8 verified on the CPU.* the same 8 hashes.* {LAST}"),
                             (("--from", 5, "--to", 7), "steps 4 to 7 .* the same 4 hashes")):
-        status, said = verified(run, *arguments)
-        check(f"verified {arguments}", status == 0 and exact.re.search(wish, said), said)
-
-    # A rate that is off by 1e-9, by a log that says so, and by one that hides it
-    before = exact.ExactTraining.learning_rate
+        said = ran(run, *arguments, *ON, **VERIFY)
+        check(f"verified {arguments}", re.search(wish, said), said)
+    rate, report = ExactTraining.learning_rate, ExactTraining.report
 
     def other_rate(self, step):
-        return before(self, step) + np.float32(1e-9) * (step == 4)
-
-    with mock.patch.object(exact.ExactTraining, "learning_rate", other_rate):
-        run_of(folder, "rate", "-n", 3)
-    check_error("step 5 differs: its learning rate is 0.00914.*, and the run's flags give 0.00914",
-                folder / "rate", "--device", "cpu", program=VERIFY)
-    change_log(folder / "rate", 5, lr=rows_of(run)[4]["lr"])
-    check_error(r"step 5 differs: the loss is the same; \d+ of 28 parameters differ after it: wte, "
-                ".*; --trace 5, here", folder / "rate", "--device", "cpu", program=VERIFY)
-
-    # A bit of a weight, after step 6, of which there is a checkpoint
-    report = exact.ExactTraining.report
+        return rate(self, step) + np.float32(1e-9) * (step == 4)
 
     def flipped(self, step, verdict):
         if step.number == 6:
@@ -291,35 +241,30 @@ def test_verify(folder):
             self.model.sum_bits()
         report(self, step, verdict)
 
-    with mock.patch.object(exact.ExactTraining, "report", flipped):
-        run_of(folder, "bit", "-n", 3)
-    check_error(r"step 6 differs: the loss is the same; 1 of 28 parameters differ after it: fcw of "
-                r"layer 1; first fcw\[1, 1, 13\], of 1 of 32768 numbers that differ: .* here, .* "
-                "there in model_00000006.bin", folder / "bit", "--device", "cpu", program=VERIFY)
+    for name, new, wish in (
+            ("learning_rate", other_rate, "step 5 differs: its learning rate is 0.00914.* in "
+             "log.jsonl, and the run's flags give 0.00914"),
+            ("report", flipped, r"step 6 differs: the loss is the same; after it 1 parameters "
+             r"differ: fcw of layer 1; first fcw\[1, 1, 13\], of 1 of 32768 numbers that differ: "
+             ".* here, .* there in model_00000006.bin")):
+        with mock.patch.object(ExactTraining, name, new):
+            run_of(folder, name, "-n", 3)
+        check_error(wish, folder / name, *ON, **VERIFY)
 
     # A constant of the exponential, which attention uses first
     changed = folder / "exact.cuh"
     changed.write_text(ARITHMETIC.read_text().replace("5.0000001201e-1f", "5.001e-1f"))
     with mock.patch.object(ExactLoops, "AHEAD", (changed,)):
-        run_of(folder, "constant", "-n", 3)
-        trace = verified(folder / "constant", "--trace", 1, "--line", 7)
-    check("the trace", "wrote" in trace[1] and trace[0] == 0, trace[1])
-    status, said = verified(folder / "constant")
-    check("a constant", status == 1 and "step 1 differs" in said, said)
-    path = folder / "constant/trace_00000001.npz"
-    check_error(r"step 1 differs: the first array is line 7 of \d+: kernel attention_forward in "
+        run_of(folder, "constant")
+        said = ran(constant, "--trace", trace, "--line", 7, *ON, **VERIFY)
+    check("the trace", "wrote" in said, said)
+    check_error("step 1 differs: the loss is .* here, .* there; after it 2. parameters differ: "
+                "wte, .*; --from 1 --trace FILE, here and", constant, *ON, **VERIFY)
+    check_error(r"step 1 differs: first in line 7 of \d+, kernel attention_forward in "
                 r"layer_forward, layer 0 wrote atty\[.*\], of \d+ of 1024 numbers that differ: "
-                ".* here, .* there", folder / "constant", "--trace", 1, "--line", 7,
-                "--against", path, "--device", "cpu", program=VERIFY)
-    status, said = verified(run, "--trace", 1)
-    status, said = verified(run, "--trace", 1, "--against", run / "trace_00000001.npz")
-    check("the same trace", status == 0 and "all" in said and "are the same" in said, said)
-
-
-def change_log(run, step, **values):
-    rows = rows_of(run)
-    rows[step - 1] |= values
-    (run / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+                ".* here, .* there", constant, "--trace", trace, "--line", 7, *ON, **VERIFY)
+    said = [ran(run, "--from", 2, "--trace", folder / "2.npz", *ON, **VERIFY) for _ in range(2)][1]
+    check("the same trace", re.search(r"step 2: all \d\d+ arrays .* are the same", said), said)
 
 
 @fast
@@ -328,7 +273,7 @@ def test_page():
     machine, how many of a million numbers differ."""
     text = (TOP / "dev/tools/recipes/exact.md").read_text("utf-8")
     said = [output_of(exec, program, {}).strip()
-            for program in exact.re.findall("```python\n(.*?)```", text, exact.re.S)]
+            for program in re.findall("```python\n(.*?)```", text, re.S)]
     check("programs", all(f"# {line}\n" in text for line in said[:2]) and len(said) == 3
           and 0 <= int(said[2]) < 10**6, said)
 
@@ -341,14 +286,10 @@ def test_refused(folder):
                         (("--optimizer", "muon"), "--exact 1: .* --optimizer muon"),
                         (("--dropout", 0.1), "--exact 1: .* --dropout"),
                         (("--moments", "bf16"), "--exact 1: .* --moments"),
+                        (("--document-mask", 1), "--exact 1: .* --document-mask"),
                         (("--recompute", 1), "--exact 1: .* --recompute")):
         check_error(wish, *base, *flags)
-    check_error("--exact 1: does not go with Llama 3", *base[:4], "-e", "1x2x32", *base[6:],
-                program="dev.llama3.train_llama3")
-    check_error("log.jsonl: has no hashes", folder, program=VERIFY)
-    with mock.patch.dict(os.environ, RANK="0", WORLD_SIZE="2"):
-        check_refusal("ranks", "several processes", exact_with_ranks)
-
-
-def exact_with_ranks():
-    model_class(GPT2, "--exact", 1, count=2)
+    check_error("--exact 1: does not go with Llama 3", *base, program="dev.llama3.train_llama3")
+    check_error("log.jsonl: has no hashes", folder, **VERIFY)
+    check_refusal("ranks", "several processes",
+                  lambda: model_class(GPT2, "--exact", 1, count=2))

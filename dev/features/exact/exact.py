@@ -1,26 +1,24 @@
 """--exact 1: a run whose bits do not depend on the machine, in fp32: on any GPU from 8.0 on, and on
 a CPU with any compiler and any number of threads.
 
-Sums have one order in kernels.cu as it is, as long as grids and blocks are the same. So here they
-are the same on all machines. exact.cuh replaces what is left to a machine: the approximations of
-e^x, 2^x and logarithms, and attention's tensor cores. exact.cu multiplies in place of a library,
-and no compiler may make an fmaf of a product and a sum. On the CPU the loops of exact.cpp, and some
-of dev/cpu/kernels.cpp, have the kernels' order of sums; with --device emulated the kernels run
-themselves.
+Sums have one order in kernels.cu as it is, as long as grids and blocks are the same: so they are.
+exact.cuh replaces what is left to a machine: approximations of e^x, 2^x and logarithms, and
+attention's tensor cores. exact.cu multiplies, and no compiler may make an fmaf of a product and a
+sum. On the CPU the loops of dev/cpu/kernels.cpp, or of exact.cpp, have the kernels' order of sums.
 
 After each step all bits of the parameters are summed up, tensor by tensor and layer by layer. In
 log.jsonl "hash" is a hash of these sums, the loss, and the hash before, so that the last one stands
-for the whole run; "parts" has 16 bits of each sum, in the order of the parameters, to say what
-differs. python -m dev.tools.verify replays such a run on another machine.
+for the whole run; "parts" has 16 bits of each sum, to say what differs. python -m dev.tools.verify
+replays such a run on another machine.
 """
 import hashlib
 import re
+from decimal import Decimal
 from types import SimpleNamespace
 
 import numpy as np
 
 from dev.common.cache import cache_folder
-from dev.cpu.device import Cpu
 from dev.cpu.emulated import Emulated
 from dev.features.feature import Feature, Flag, kernels_of, stack
 from train_gpt2 import Cuda, Row, ceil_div, replace_file, source_of, stride_of, whole_shape
@@ -31,21 +29,34 @@ ARITHMETIC = SOURCE.with_suffix(".cuh")
 
 # ---- Devices: the same grids, blocks and arithmetic
 
-
-class Steady:
-    """What decides over the order of sums: shares of a sum, and how many rows fit a block."""
-    multiprocessors = 128
-    max_shared = 98 * 1024  # bytes, which GPUs from 8.0 on have
+# What decides over the order of sums: shares of a sum, and how many rows fit a block
+SAME = dict(multiprocessors=128, max_shared=98 * 1024)  # bytes, which GPUs from 8.0 on have
 
 
-class ExactCuda(Steady):
+class Products:
+    """A mixin in front of a device: exact.cu multiplies."""
+    enough = SAME["multiprocessors"]  # blocks for all of them
+
+    def matmul(self, out, left, right, bias=None, accumulate=False, gelu=None, dgelu_at=None):
+        """As Cuda.matmul. Larger tiles are faster if there are enough, and give the same bits."""
+        (I, J), K = out.shape, len(right)
+        transposed_l, stride_l = stride_of(left)
+        transposed_r, stride_r = stride_of(right)
+        side = 128 if ceil_div(I, 128) * ceil_div(J, 128) >= self.enough else 64
+        self.launch("exact_product" if side == 128 else "exact_small_product", (J, I), out, left,
+                    right, bias, not transposed_l, transposed_r, stride_l, stride_r, I, J, K,
+                    accumulate, shared=2 * 2 * 16 * (side + 4) * 4)  # two stages of both tiles
+        self.gelu_of_product(out, gelu, dgelu_at)
+
+
+class ExactCuda(Products):
     """A mixin in front of a GPU's devices."""
     OPTIONS = (*Cuda.OPTIONS, "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
     MINIMUM = {"fp32": 80}
 
     def compile(self, sources):
-        self.enough = self.multiprocessors  # blocks for all of them
-        self.multiprocessors, self.max_shared = Steady.multiprocessors, Steady.max_shared
+        self.enough = self.multiprocessors
+        vars(self).update(SAME)
         super().compile(sources)
 
     def module_of(self, code):
@@ -60,34 +71,16 @@ class ExactCuda(Steady):
             replace_file(path, [compile_using_nvrtc(code, options)[0]])
         return self.cupy.RawModule(path=str(path))
 
-    def matmul(self, out, left, right, bias=None, accumulate=False, gelu=None, dgelu_at=None):
-        launch_product(self, out, left, right, bias, accumulate, self.enough)
-        self.gelu_of_product(out, gelu, dgelu_at)
 
-
-def launch_product(device, out, left, right, bias, accumulate, enough):
-    """out = left @ right + bias, or out += left @ right, by larger tiles if there are enough."""
-    (I, J), K = out.shape, len(right)
-    transposed_l, stride_l = stride_of(left)
-    transposed_r, stride_r = stride_of(right)
-    side = 128 if ceil_div(I, 128) * ceil_div(J, 128) >= enough else 64
-    device.launch("exact_product" if side == 128 else "exact_small_product", (J, I), out, left,
-                  right, bias, not transposed_l, transposed_r, stride_l, stride_r, I, J, K,
-                  accumulate, shared=2 * 2 * 16 * (side + 4) * 4)  # two stages of both tiles
-
-
-class ExactCpu(Steady):
+class ExactCpu:
     """What both devices of the CPU share."""
+    multiprocessors, max_shared = SAME.values()
     CONTRACTION = ("-ffp-contract=off",)
 
 
-class ExactEmulated(ExactCpu):
-    """A mixin in front of Emulated; the CPU's loop multiplies."""
+class ExactEmulated(ExactCpu, Products):
+    """A mixin in front of Emulated."""
     max_threads = 1024
-
-    def __init__(self, dtype, c, *args, **keywords):
-        super().__init__(dtype, c, *args, **keywords)
-        self.matmul = stack(Cpu, [ExactLoops])(dtype, c).matmul
 
     def compile(self, sources):
         super().compile([ARITHMETIC, *sources])
@@ -104,6 +97,8 @@ class ExactLoops(ExactCpu):
         self.layernorm_sizes = SimpleNamespace(threads=threads, row_threads=of_row,
                                                shared_of_row=2 * 3 * 4 * c.C)
         self.loops.pop("encoder_backward_wte", None)
+        if self.unknown:  # nor multiply by NumPy
+            self.matmul = self.emulated.matmul
 
     def emulate(self, only=None):
         return stack(Emulated, [ExactEmulated])(self.dtype, self.config, self.sources, only,
@@ -117,13 +112,10 @@ DEVICES = {"cuda": ExactCuda, "cpu": ExactLoops, "emulated": ExactEmulated}
 
 
 class Power(float):
-    """A number whose powers are products: a C library's pow may be another than the nearest."""
+    """A number whose powers are the nearest, as those of a C library need not be."""
 
     def __pow__(self, n):
-        result, square = 1.0, float(self)
-        while n:
-            result, square, n = result * square if n % 2 else result, square * square, n // 2
-        return result
+        return float(Decimal(float(self)) ** n)
 
 
 def cosine(x):
@@ -156,9 +148,9 @@ class ExactModel:
 
     def __init__(self, *args, **keywords):
         super().__init__(*args, **keywords)
-        self.largest = max(size for *_, size in pieces_of(self.config))
-        self.device.put(self.adam.pieces,
-                        np.cumsum([0, *(size for *_, size in pieces_of(self.config))]))
+        sizes = [size for *_, size in pieces_of(self.config)]
+        self.largest = max(sizes)
+        self.device.put(self.adam.pieces, np.cumsum([0, *sizes]))
 
     def start_step(self, beta1=0.9, beta2=0.999, **settings):
         super().start_step(beta1=Power(beta1), beta2=Power(beta2), **settings)
@@ -169,9 +161,8 @@ class ExactModel:
 
     def sum_bits(self):
         """sums = the sums of the bits of all pieces of the parameters."""
-        sums = self.adam.sums
+        sums, parameters = self.adam.sums, self.arenas["parameters"].view(np.float32)
         self.device.zero(sums)
-        parameters = self.arenas["parameters"].view(np.float32)
         self.device.launch("fingerprints", (self.largest, len(sums)), sums, parameters,
                            self.adam.pieces)
 
@@ -218,7 +209,7 @@ class ExactTraining:
     def report(self, step, verdict):
         sums = self.device.get(self.model.adam.sums)
         self.hash = self.next_hash(sums, verdict.loss)
-        parts = "".join(f"{int(x) % 65536:04x}" for x in sums)
+        parts = " ".join(f"{int(x) % 65536:04x}" for x in sums)
         step.noted = dict(hash=self.hash, parts=parts)
         super().report(step, verdict)
 
@@ -242,19 +233,15 @@ OTHERS = {
     "ranks": "several processes: their sums have another order", "Llama3": "Llama 3",
     "muon": "--optimizer muon", "dropout": "--dropout", "recompute 1": "--recompute",
     "recompute 2": "--recompute", "masked targets": "masked targets", "moments": "--moments",
-    "outliers": "-sl and -sg", "label smoothing": "--label-smoothing", "relu": "--attention relu"}
-
-
-def refuses(flags):
-    wrong = flags.exact and flags.dtype not in (None, "fp32")
-    return f"--exact 1 --dtype {flags.dtype}: expected --dtype fp32" if wrong else ""
-
-
+    "outliers": "-sl and -sg", "label smoothing": "--label-smoothing", "relu": "--attention relu",
+    "documents": "--document-mask"}
 FEATURE = Feature(
     "exact", lambda flags, ranks: flags.exact, ExactModel, ExactTraining,
     device=lambda flags: DEVICES.get(flags.device, ExactCuda), observer=LastHash, sources=(SOURCE,),
     excludes={name: f"--exact 1: does not go with {what}" for name, what in OTHERS.items()},
-    refuses=refuses, flags=(
+    refuses=lambda flags: f"--exact 1 --dtype {flags.dtype}: expected --dtype fp32" * bool(
+        flags.exact and flags.dtype not in (None, "fp32")),
+    flags=(
         Flag(None, "--exact", "switch", 0, "1: fp32 whose bits are the same on every machine, with "
              "a hash of each step in log.jsonl, which dev.tools.verify checks", "the machine",
              after="--plain", must_agree=True),),
