@@ -258,22 +258,17 @@ void add_partials(float* out1, float* out2, const float* partials, int blocks, i
 // ---- GELU, in the tanh form of GPT-2 (Hendrycks and Gimpel 2016, section 2) ----
 
 // gelu(x) = x/2 (1 + tanh u) = x g with u = sqrt(2/pi) (x + 0.044715 x^3) and g = 1/(1 + exp(-2u))
-constexpr float SQRT_8_OVER_PI = 1.595769122f, CUBIC = 0.044715f * SQRT_8_OVER_PI;
-#ifdef EXACT
-using exact::gelu, exact::gelu_derivative;
-#else
-inline float gelu(float x) {
-    return x / (1.0f + exponential(-x * (SQRT_8_OVER_PI + CUBIC * x * x)));
+constexpr float SQRT_8_OVER_PI = 1.595769122f;
+inline float gelu_denominator(float x) {
+    return 1.0f + exponential(-SQRT_8_OVER_PI * (x + 0.044715f * x * x * x));
 }
+inline float gelu(float x) { return x / gelu_denominator(x); }
 
-// d(x g)/dx = g + x g (1 - g) d(2u)/dx. With e = exp(-|2u|), which does not overflow, one of g and
-// 1 - g is 1/(1 + e), the other e/(1 + e): so they have all digits even where g is almost 1.
+// d(x g)/dx = g + x g (1 - g) d(2u)/dx. Far left the exponential is infinite, and g is 0.
 inline float gelu_derivative(float x) {
-    float slope = SQRT_8_OVER_PI + CUBIC * x * x, e = exponential(-fabsf(x) * slope);
-    float larger = 1.0f / (1.0f + e), smaller = e * larger, g = x > 0.0f ? larger : smaller;
-    return g + x * (larger * smaller) * (SQRT_8_OVER_PI + 3.0f * CUBIC * x * x);
+    float g = 1.0f / gelu_denominator(x);
+    return g + x * g * (1.0f - g) * SQRT_8_OVER_PI * (1.0f + 3.0f * 0.044715f * x * x);
 }
-#endif
 
 extern "C" {
 

@@ -16,13 +16,14 @@ import pytest
 from dev.common.config import Config
 from dev.common.nvrtc import BODY, has_nvrtc
 from dev.cpu import host
+from dev.cpu.device import Cpu
 from dev.cpu.emulated import KERNELS
 from dev.features.base import GPT2
 from dev.features.devices import ON_CPU, FastCuda
 from dev.features.exact import exact
 from dev.features.exact.exact import ARITHMETIC, SOURCE, ExactLoops, ExactTraining
 from dev.features.feature import stack
-from dev.tests.checks import EXACT, TOP, check, check_refusal, fast, normal, output_of
+from dev.tests.checks import EXACT, TOP, check, check_refusal, fast, output_of
 from dev.tests.models import model_class, on_device
 from dev.tests.trainings import check_error, check_resumed, ran, token_files, trained
 from train_gpt2 import pack_batch, source_of
@@ -71,37 +72,14 @@ def test_functions(device_name, folder):
     check("the bits of every machine", bits == "c214276b559f0fd5", bits)
 
 
-def test_product(device_name):
-    """A product by large and by small tiles, in each layout, with a bias or added: the right
-    numbers, and the bits of the CPU's loop."""
-    c = Config(C=64, NH=2)
-    device = device_for(device_name, c, "exact_product", "exact_small_product")
-    loops = device_for("cpu", c)
-    for I, J, K in ((4, 4, 4), (132, 68, 20), (1, 260, 36), (8, 136, 301)):
-        k, i = K // 4 * 4, -(-I // 4) * 4
-        for name, left, right in (("forward", normal(I, k), normal(J, k).T),
-                                  ("dinp", normal(I, k), normal(k, J)),
-                                  ("dweight", normal(K, i).T, normal(K, J))):
-            left, right, bias, before = map(np.float32, (left, right, normal(J),
-                                                         normal(len(left), J)))
-            for device.enough, adds in itertools.product((0, 10**9), (False, True)):
-                out, wish = on_device(device, before), before.copy()
-                views = (on_device(device, x.T).T if x.flags.f_contiguous else on_device(device, x)
-                         for x in (left, right))
-                device.matmul(out, *views, None if adds else on_device(device, bias), adds)
-                loops.matmul(wish, left, right, None if adds else bias, adds)
-                yield f"{name} {I}x{J}x{K} {adds}", device.get(out), wish, EXACT
-        yield f"{I}x{J}x{K}", wish, before + np.float64(left) @ right, 1e-6
-
-
 def first_parameters(c):
     run = SimpleNamespace(flags=SimpleNamespace(seed=5), config=c, from_file=False)
     return ExactTraining.first_parameters(run)
 
 
-def trained_by(name, c, B, T):
+def trained_by(device, c, B, T, *flags):
     """A model after two steps of two micro-batches, on a device."""
-    model = model_class(GPT2, "--exact", 1)(c, device_for(name, c), B, T)
+    model = model_class(GPT2, *flags)(c, device, B, T)
     model.set_parameters(first_parameters(c))
     rng = np.random.default_rng(7)
     for _ in range(2):
@@ -111,19 +89,25 @@ def trained_by(name, c, B, T):
 
 
 # Heads of odd sizes and rows of one, two and many tiles; a word's long runs; a head of short tiles;
-# rows of four warps
-@pytest.mark.parametrize("L,NH,C,B,T,V", [(2, 16, 96, 7, 37, 3), (1, 1, 128, 2, 70, 300),
-                                          (1, 41, 1312, 1, 66, 9)])
-def test_step(device_name, L, NH, C, B, T, V):
+# rows of four warps; products by large tiles, and by small ones
+@pytest.mark.parametrize("L,NH,C,B,T,V,enough", [
+    (2, 16, 96, 7, 37, 3, 0), (1, 1, 128, 2, 70, 300, 99), (1, 41, 1312, 1, 66, 9, 99)])
+def test_step(device_name, L, NH, C, B, T, V, enough):
     """Two steps by kernels and by loops: all gradients, moments and parameters have the same bits,
-    and so do the sums of the parameters' bits."""
+    and so do the sums of the parameters' bits. They are nearly those of a plain run."""
     c = Config(maxT=T + 3, V=V, L=L, NH=NH, C=C, Vp=-(-V // 8) * 8)
-    kernels, loops = (trained_by(name, c, B, T) for name in (device_name, "cpu"))
+    device, cpu = device_for(device_name, c), device_for("cpu", c)
+    device.enough = enough
+    if device_name == "emulated" and C > 1000:  # its products would take minutes
+        device.matmul = cpu.matmul
+    kernels, loops = (trained_by(each, c, B, T, "--exact", 1) for each in (device, cpu))
+    plain = trained_by(Cpu("fp32", c), c, B, T)
     for arena in ("gradients", "adam m", "adam v", "parameters"):
         for name, wish in vars(loops.views(arena)).items():
             found = kernels.device.get(getattr(kernels.views(arena), name))
             yield f"{arena} {name}", found, wish, EXACT
-            check(f"{arena} {name}: finite", np.isfinite(found).all())
+            if arena == "gradients":
+                yield f"plain {name}", found, getattr(plain.grads, name), 1e-3
     check("verdicts", kernels.verdict() == loops.verdict(), kernels.verdict())
     found = kernels.device.get(kernels.adam.sums)
     check("sums differ", len(found) == len({*found.tolist()}))

@@ -64,14 +64,6 @@ __device__ float log(float x) {
 __device__ float log2(float x) { return log(x) * 1.442695041f; }
 
 #ifdef EXACT
-// GELU and its derivative by the operations of kernels.cu
-inline float gelu_denominator(float x) { return 1.0f + exp(-1.595769122f * (x + 0.044715f * x * x * x)); }
-inline float gelu(float x) { return x / gelu_denominator(x); }
-inline float gelu_derivative(float x) {
-    float g = 1.0f / gelu_denominator(x);
-    return g + x * g * (1.0f - g) * 1.595769122f * (1.0f + 3.0f * 0.044715f * x * x);
-}
-
 // What a kernel's thread adds up for itself is a slot of an array in loops, and these sum up the slots: of a warp, as
 // kernels.cu's warp_sum, overwriting them,
 inline float warp_sum(float* x, int lanes = 32) {
