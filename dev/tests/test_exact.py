@@ -23,7 +23,7 @@ from dev.features.devices import ON_CPU, FastCuda
 from dev.features.exact import exact
 from dev.features.exact.exact import ARITHMETIC, SOURCE, ExactLoops, ExactTraining
 from dev.features.feature import stack
-from dev.tests.checks import EXACT, TOP, check, check_refusal, fast, output_of
+from dev.tests.checks import EXACT, TOP, check, check_refusal, fast, output_of, with_numbers
 from dev.tests.models import model_class, on_device
 from dev.tests.trainings import check_error, check_resumed, ran, token_files, trained
 from train_gpt2 import pack_batch, source_of
@@ -214,6 +214,10 @@ def test_verify(folder):
                             (("--from", 5, "--to", 7), "steps 4 to 7 .* the same 4 hashes")):
         said = ran(run, *arguments, *ON, **VERIFY)
         check(f"verified {arguments}", re.search(wish, said), said)
+    state = run / "state_00000003_00000.bin"
+    state.write_bytes(with_numbers(state.read_bytes(), **{"_-1": 7}))
+    check_error("the checkpoint of step 3 has other weights than log.jsonl's: 1 parameters differ: "
+                "lnfb", run, "--from", 4, *ON, **VERIFY)
     rate, report = ExactTraining.learning_rate, ExactTraining.report
 
     def other_rate(self, step):

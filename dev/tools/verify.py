@@ -26,7 +26,7 @@ from dev.common.program import run_main
 from dev.features import order
 from dev.features.base import GPT2
 from dev.features.checkpoints.checkpoint_files import FILES, steps_of
-from dev.features.exact.exact import hash_of, pieces_of
+from dev.features.exact.exact import hash_of, parts_of, pieces_of
 from dev.features.replay import Watch
 from train_gpt2 import UserError, replace_file
 
@@ -73,19 +73,30 @@ class Replayed:
             self.trace = Trace(self.model, self.line).__enter__()
         return noted
 
+    def train(self):
+        start = self.model.step
+        self.model.sum_bits()  # the state has brought the weights
+        if start and (differ := self.differing(start)):
+            raise UserError(f"the checkpoint of step {start} has other weights than log.jsonl's: "
+                            f"{differ}; verify from an earlier step")
+        super().train()
+
     def report(self, step, verdict):
         super().report(step, verdict)
-        row = self.rows[step.number]
-        if self.traced or step.noted["hash"] == row["hash"]:
-            return
-        parts = zip(pieces_of(self.config), step.noted["parts"].split(), row["parts"].split())
+        number, row = step.number, self.rows[step.number]
+        if not self.traced and step.noted["hash"] != row["hash"]:
+            loss = (f"{verdict.loss:.9g} here, {row['loss']} there"
+                    if verdict.loss != np.float32(row["loss"]) else "the same")
+            raise UserError(f"step {number} differs: the loss is {loss}; after it "
+                            f"{self.differing(number)}; {self.first_number(number)}")
+
+    def differing(self, step):
+        """Which parameters' bits are not those of log.jsonl, or ""."""
+        parts = parts_of(self.device.get(self.model.adam.sums)).split()
+        rows = zip(pieces_of(self.config), parts, self.rows[step]["parts"].split())
         names = [name if l is None else f"{name} of layer {l}"
-                 for (name, l, _), here, there in parts if here != there]
-        loss = (f"{verdict.loss:.9g} here, {row['loss']} there"
-                if verdict.loss != np.float32(row["loss"]) else "the same")
-        raise UserError(f"step {step.number} differs: the loss is {loss}; after it {len(names)} "
-                        f"parameters differ: {', '.join(names[:5])}; "
-                        f"{self.first_number(step.number)}")
+                 for (name, l, _), here, there in rows if here != there]
+        return f"{len(names)} parameters differ: {', '.join(names[:5])}" if names else ""
 
     def first_number(self, step):
         """The first number that differs from the run's checkpoint of this step."""

@@ -131,6 +131,11 @@ def hash_of(data):
     return hashlib.sha256(data).hexdigest()[:16]
 
 
+def parts_of(sums):
+    """16 bits of each sum, as words."""
+    return " ".join(f"{int(x) % 65536:04x}" for x in sums)
+
+
 def pieces_of(c):
     """[(name, layer or None, numbers)] of the parameters, in their order in memory."""
     return [(row.name, l if row.layers else None, row.size // max(1, row.layers))
@@ -209,8 +214,7 @@ class ExactTraining:
     def report(self, step, verdict):
         sums = self.device.get(self.model.adam.sums)
         self.hash = self.next_hash(sums, verdict.loss)
-        parts = " ".join(f"{int(x) % 65536:04x}" for x in sums)
-        step.noted = dict(hash=self.hash, parts=parts)
+        step.noted = dict(hash=self.hash, parts=parts_of(sums))
         super().report(step, verdict)
 
     def state(self, model):
