@@ -58,7 +58,7 @@ class Loop(NamedTuple):
 class Cpu(Host):
     """The CPU, all of its cores. dtype, c, beside: as for train_gpt2.Cuda. CXX names the compiler
     and CXXFLAGS adds flags to it. Raises UserError."""
-    hopper = False
+    hopper, emulator = False, Emulated
     AHEAD, INSTEAD = (), ""  # files ahead of the loops; how loops begin that take another's place
     multiprocessors = 16  # shares of a sum over rows: each costs a row of partial sums
     # A loop takes any row, and an item of attention is a head.
@@ -138,7 +138,7 @@ class Cpu(Host):
 
     def emulate(self, only=None):
         """The emulated device for these kernels."""
-        return Emulated(self.dtype, self.config, self.sources, only, given=self.switches())
+        return self.emulator(self.dtype, self.config, self.sources, only, given=self.switches())
 
     def launch(self, name, items, *args, threads=None, shared=0):
         """Run a kernel's loop over all of its items, or the kernel itself."""

@@ -88,10 +88,10 @@ def trained_by(device, c, B, T, *flags):
     return model
 
 
-# Heads of odd sizes and rows of one, two and many tiles; a word's long runs; a head of short tiles;
-# rows of four warps; products by large tiles, and by small ones
+# Heads of odd sizes and rows of one, two and many tiles; a word's long runs; words of two turns of
+# a block; a head of short tiles; rows of four warps; products by large tiles, and by small ones
 @pytest.mark.parametrize("L,NH,C,B,T,V,enough", [
-    (2, 16, 96, 7, 37, 3, 0), (1, 1, 128, 2, 70, 300, 99), (1, 41, 1312, 1, 66, 9, 99)])
+    (2, 16, 96, 7, 37, 3, 0), (1, 1, 128, 2, 70, 4200, 99), (1, 41, 1312, 1, 66, 9, 99)])
 def test_step(device_name, L, NH, C, B, T, V, enough):
     """Two steps by kernels and by loops: all gradients, moments and parameters have the same bits,
     and so do the sums of the parameters' bits. They are nearly those of a plain run."""

@@ -89,7 +89,7 @@ class ExactEmulated(ExactCpu, Products):
 class ExactLoops(ExactCpu):
     """A mixin in front of Cpu, whose loops called exact_... take the place of others. Two kernels
     are fast enough when they are emulated."""
-    AHEAD, INSTEAD = (ARITHMETIC,), "exact_"
+    AHEAD, INSTEAD, emulator = (ARITHMETIC,), "exact_", stack(Emulated, [ExactEmulated])
 
     def __init__(self, dtype, c, beside=()):
         super().__init__(dtype, c, [*dict.fromkeys([*beside, SOURCE])])
@@ -99,10 +99,6 @@ class ExactLoops(ExactCpu):
         self.loops.pop("encoder_backward_wte", None)
         if self.unknown:  # nor multiply by NumPy
             self.matmul = self.emulated.matmul
-
-    def emulate(self, only=None):
-        return stack(Emulated, [ExactEmulated])(self.dtype, self.config, self.sources, only,
-                                                given=self.switches())
 
 
 DEVICES = {"cuda": ExactCuda, "cpu": ExactLoops, "emulated": ExactEmulated}
