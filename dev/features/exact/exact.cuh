@@ -79,11 +79,14 @@ inline float block_sum(float* x, int threads) {  // of a block, as block_reduce
 // sums (threads) += f(c) for c < C: each thread takes packs of 4 columns, or of 1, by turns.
 template <class F>
 inline void add_slots(float* sums, int threads, int C, F f) {
-    for (int first = 0, pack = C % 4 ? 1 : 4; first < C; first += pack * threads)
-        for (int i = 0, there = (C - first) / pack < threads ? (C - first) / pack : threads; i < pack; i++)
+    for (int first = 0, pack = C % 4 ? 1 : 4; first < C; first += pack * threads) {
+        int rest = (C - first) / pack, there = rest < threads ? rest : threads;
+        for (int i = 0; i < pack; i++)
 #pragma omp simd
             for (int t = 0; t < there; t++) sums[t] += f(first + pack * t + i);
+    }
 }
+// The sum of f(c) for c < C, as a row's threads have it: of a warp, or less, or of several, one after the other
 template <class F>
 float sum_of(int threads, int C, F f) {
     float sums[128] = {};
