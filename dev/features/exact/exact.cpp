@@ -78,7 +78,7 @@ void exact_attention_forward(real* out, float* lse, const real* qkv, float scale
         Matrix scores(BLOCK, T), y(T, HS);
         for (long first = 0; first < T; first += BLOCK) {
             long rows = std::min(BLOCK, T - first);
-            multiply_block(scores, q, k_transposed, first, rows, 0, HS);
+            multiply_block(scores, q, k_transposed, first, rows, 0, first + rows, HS);
             float largest[BLOCK], totals[BLOCK][4] = {};
             std::fill(largest, largest + rows, -3.402823466e38f);
             for (long key = 0; key < first + rows; key += TILE) {
