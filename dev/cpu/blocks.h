@@ -109,8 +109,6 @@ struct Block {
 
     // Puts the running thread, number t, aside until its warp no longer has it in `waiting`; if it is ready, it only
     // lets others go first. pc: where its kernel goes on, if that is not here.
-    // This and its callers are inlined: after a switch the processor guesses wrong where a return
-    // goes to, and each return costs 10 ns.
     __device__ void wait(unsigned t, const char* what, int line, bool ready = false, unsigned mask = 0,
                          const void* pc = nullptr) {
         const uint3 index = threadIdx;

@@ -74,27 +74,30 @@ struct WarpGroup {
                          of_thread[i].parts == product.parts && of_thread[i].a_of_rows == product.a_of_rows &&
                          of_thread[i].b_of_rows == product.b_of_rows && of_thread[i].e4m3 == product.e4m3;
             const int columns = 8 * product.parts, depth = product.e4m3 ? 32 : 16;
-            static thread_local float A[64][32], B[192][32], D[64][192];  // B is transposed. Stacks are small
+            static thread_local float A[64][32], B[32][192], D[64][192];  // stacks are small
             memset(D, 0, sizeof D);
-            auto fill = [&](float (*to)[32], int rows, unsigned long long description, bool of_rows) QUIET {
+            // row r of A, or column r of B, has its number k at to[r * step + k * step_of_k]
+            auto fill = [&](float* to, int step, int step_of_k, int rows, unsigned long long description, bool of_rows) QUIET {
                 float some[16];
                 const int n = depth / 2;  // numbers in 16 bytes
+                const int down = of_rows ? step_of_k : step, across = of_rows ? step : step_of_k;
                 for (int row = 0; row < (of_rows ? 16 : rows); row++)
                     for (int piece = 0; piece < (of_rows ? rows / 8 : 2); piece++) {
                         read(some, shared, description, row, piece, product.e4m3);
-                        for (int i = 0; i < n; i++) (of_rows ? to[n * piece + i][row] : to[row][n * piece + i]) = some[i];
+                        for (int i = 0; i < n; i++) to[row * down + (n * piece + i) * across] = some[i];
                     }
             };
-            if (!product.a_in_registers) fill(A, 64, product.a, product.a_of_rows);
-            fill(B, columns, product.b, product.b_of_rows);
+            if (!product.a_in_registers) fill(A[0], 32, 1, 64, product.a, product.a_of_rows);
+            fill(B[0], 1, 192, columns, product.b, product.b_of_rows);
             for (int t = 0; t < 128 && product.a_in_registers; t++)
                 for (int r = 0; r < 4; r++)
                     for (int j = 0; j < 2; j++)
                         A[t / 32 * 16 + t % 32 / 4 + r % 2 * 8][t % 4 * 2 + r / 2 * 8 + j] =
                             __uint_as_float(asked[t][i].registers[r] >> 16 * j << 16);
             for (int m = 0; m < 64; m++)
-                for (int n = 0; n < columns; n++)
-                    for (int k = 0; k < depth; k++) D[m][n] += A[m][k] * B[n][k];
+                for (int k = 0; k < depth; k++)
+                    OPENMP(omp simd)
+                    for (int n = 0; n < columns; n++) D[m][n] += A[m][k] * B[k][n];
             for (int t = 0; t < 128 && right; t++) {
                 Result& result = result_of(t, asked[t][i]);
                 for (int e = 0; e < 4 * product.parts; e++)

@@ -192,7 +192,7 @@ def for_all(command, text, files):
 # What g++ says of a function that calls itself, and must be inlined
 RECURSIVE = re.compile("recursive inlining|function not considered for inlining")
 # with it races.h sees calls, and how deep they are
-RECURSION = ["-DWITH_RECURSION", "--param=tsan-instrument-func-entry-exit=1"]
+RECURSION = ["-DWITH_CALLS", "--param=tsan-instrument-func-entry-exit=1"]
 
 compiling = {}  # {a library's path: a lock}
 

@@ -66,6 +66,7 @@ void mma_pair(float (&left)[4], float (&right)[4], const Pair (&a)[4], const Pai
         }
         for (int m = 0; m < 16; m++)
             for (int k = 0; k < 16; k++)
+                OPENMP(omp simd)
                 for (int n = 0; n < 16; n++) D[m][n] += A[m][k] * B[k][n];
         for (int lane = 0; lane < 32; lane++)
             for (int half = 0; half < 2; half++)

@@ -305,25 +305,24 @@ def attention_of_nan(device, T, HS):
             yield f"{name}, ReLU's rows are NaN", np.isnan(found), True, EXACT
 
 
+FEW = micro_batches, other_ways, next_logits
+OF_ALL = *FEW, accumulated_steps, repeated_steps, clipped_gradients, computed_again, smaller_batches
+OF_GPT2 = *OF_ALL, moments_in_bf16  # an update is the same for all
+
+
 def check_steps(device_name, dtype, plain, architecture=GPT2):
     """Run all of these on one device; few of them, if its dtype only rounds otherwise."""
     sizes = SMALL_MODEL[architecture]
     group = sizes["NH"] // sizes.get("NKV", sizes["NH"])
     device = device_of(device_name, dtype, sizes["C"], sizes["NH"], plain, architecture,
                        group=group)
-    tests = [("micro-batches:", micro_batches), ("other ways:", other_ways),
-             ("next logits", next_logits)]
     few = rounds_alone(device_name, dtype)
-    if not few:
-        tests += [("steps:", accumulated_steps), ("again:", repeated_steps),
-                  ("clipped:", clipped_gradients), ("computed again:", computed_again),
-                  ("smaller batches:", smaller_batches)]
-    if architecture is GPT2 and not few:  # an update is the same for all
-        tests.append(("moments:", moments_in_bf16))
+    tests = FEW if few else OF_GPT2 if architecture is GPT2 else OF_ALL
     if architecture is GPT2 and dtype == "bf16":
-        tests += [("mean moments:", mean_moments), ("updates", bits_of_updates)]
-    for name, test in tests:
-        run(f"{dtype} {name}", test, device)
+        tests += mean_moments, bits_of_updates
+    one_by_one = (device_name, dtype, architecture) == ("emulated", "fp32", GPT2)
+    for test in () if one_by_one else tests:  # by test_steps of test_trainer.py
+        run(f"{dtype} {test.__name__}:", test, device)
     # HS = 32, 64, 128.
     heads = ((64, 2, 40), (768, 12, 70), (768, 6, 130)) if plain and architecture is GPT2 else ()
     for C, NH, T in heads[:1] if few else heads:

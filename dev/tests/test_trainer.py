@@ -267,10 +267,7 @@ def test_model(device_name, dtype, pytestconfig):
 
 
 @fast
-@pytest.mark.parametrize("test", [
-    steps.micro_batches, steps.accumulated_steps, steps.repeated_steps, steps.clipped_gradients,
-    steps.other_ways, steps.computed_again, steps.moments_in_bf16, steps.smaller_batches,
-    steps.next_logits], ids=lambda test: test.__name__)
+@pytest.mark.parametrize("test", steps.OF_GPT2, ids=lambda test: test.__name__)
 def test_steps(test):
     """The most important of them in fp32, one by one."""
     return test(device_of("emulated", "fp32", 64, 2))
