@@ -22,10 +22,10 @@ HEADER = Path(__file__).resolve().parent / "cuda.h"
 HEADERS = sorted(HEADER.parent.glob("*.h"))  # cuda.h includes the others
 RUNTIME = HEADER.with_name("launch.h")  # but for this one, which is linked
 KERNELS = HEADER.parents[2] / "kernels.cu"
-# Always compiled with it, so that a run with --moments bf16, --sums bf16 or --optimizer muon needs
-# no other library than one without.
+# Always compiled with it, so that a run with --moments bf16, --sums bf16, --optimizer muon or
+# --recompute 1 needs no other library than one without.
 ALWAYS = [HEADER.parents[1] / f"features/{name}.cu"
-          for name in ("moments", "ranks/bf16_sums", "muon")]
+          for name in ("moments", "ranks/bf16_sums", "muon", "recompute")]
 # Of a student's file: a loop without an end stays, what he forgot to set shows, and a stuck block
 # tells its lines.
 FOR_STUDENTS = ("-fno-finite-loops", "-ftrivial-auto-var-init=pattern", "-fno-crossjumping",
