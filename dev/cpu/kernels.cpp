@@ -206,12 +206,12 @@ void layernorm_backward(real* dresidual, float* partials, const real* dout, cons
                 const real *x = inp + n * C, *dy = dout + n * C;
                 real* dx = dresidual + n * C;
                 float *of_norm = &sums[(n - first) * C], *of_dout = of_norm + rows * C;
-                float s = rstd[n], minus_ms = -mean[n] * s;
-                auto norm = [&](int c) { return x[c] * s + minus_ms; };
-                auto dnorm = [&](int c) { return dy[c] * weight[c]; };
+                float s = rstd[n], minus_ms = -mean[n] * s;  // copied below: half as fast by [&]
+                auto norm = [=](int c) { return x[c] * s + minus_ms; };
+                auto dnorm = [=](int c) { return dy[c] * weight[c]; };
                 float average = sum_of(threads, C, dnorm) / C;
                 float average_norm =
-                    sum_of(threads, C, [&](int c) { return dnorm(c) * norm(c); }) / C;
+                    sum_of(threads, C, [=](int c) { return dnorm(c) * norm(c); }) / C;
 #pragma omp simd
                 for (int c = 0; c < C; c++) {
                     dx[c] = dx[c] + s * (dnorm(c) - average - norm(c) * average_norm);
@@ -624,8 +624,8 @@ static long weights_and_dscores(Matrix& weights, Matrix& dscores, Matrix& q, Mat
                                 const int* documents, long b, long T) {
     long tile = first_key(documents, b, T, first) / KEYS * KEYS;
     long keys = first + rows;
-    multiply_block(weights, q, k_transposed, first, rows, tile, keys, HS);     // the scores, at first
-    multiply_block(dscores, dout, v_transposed, first, rows, tile, keys, HS);  // dweights, at first
+    multiply_block(weights, q, k_transposed, first, rows, tile, keys, HS);  // the scores, at first
+    multiply_block(dscores, dout, v_transposed, first, rows, tile, keys, HS);  // dweights
     for (long i = 0; i < rows; i++) {
         long t = first + i, begin = first_key(documents, b, T, t);
         float *weight = weights[i], *dscore = dscores[i], l = lse[t], d = delta[t];

@@ -251,8 +251,14 @@ def test_verify(folder):
     check_error(r"step 1 differs: first in line 7 of \d+, kernel attention_forward in "
                 r"layer_forward, layer 0 wrote atty\[.*\], of \d+ of 1024 numbers that differ: "
                 ".* here, .* there", constant, "--trace", trace, "--line", 7, *ON, **VERIFY)
-    said = [ran(run, "--from", 2, "--trace", folder / "2.npz", *ON, **VERIFY) for _ in range(2)][1]
+    trace = run, "--from", 2, "--trace", folder / "2.npz"
+    ran(*trace, *ON, **VERIFY)
+    said = ran(*trace, "--", "--device", "emulated", **VERIFY)
     check("the same trace", re.search(r"step 2: all \d\d+ arrays .* are the same", said), said)
+    with np.load(folder / "2.npz") as file:
+        np.savez(folder / "2.npz", **{**file, "lines": file["lines"][:-1]})
+    check_error(r"step 2 differs: first in line (\d+) of \1, kernel", *trace, *ON, **VERIFY)
+    check_error("--line 3: expected --trace FILE", run, "--line", 3, *ON, **VERIFY)
 
 
 @fast

@@ -5,9 +5,10 @@
     python -m dev.tools.verify out -- --device emulated    # behind -- are the trainer's flags
 
 It reads log.jsonl, and of the newest checkpoint before the first step run_*.json, model_*, state_*
-and DONE_*, or else run_00000000.json. Where a hash differs, its parts say in which tensors, and a
-checkpoint of that step in which number. The kernel is found by two machines, this one and the
-run's. The first writes hashes of all that kernels write in step --from, the other compares:
+and DONE_*, or else run_00000000.json. A hash that differs gives the step, its parts give the
+tensors, and the run's checkpoint of that step, if there is one, the number. To find the kernel,
+trace the step on both machines: the first writes a hash of each array that a kernel writes, the
+other compares:
 
     python -m dev.tools.verify out --from 57 --trace 57.npz             # on both
     python -m dev.tools.verify out --from 57 --trace 57.npz --line 41   # line 41 with its numbers
@@ -16,6 +17,7 @@ import contextlib
 import io
 import json
 import tempfile
+from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -68,7 +70,7 @@ class Replayed:
             raise UserError(f"step {step + 1} differs: its learning rate is {noted} in log.jsonl, "
                             f"and the run's flags give {rate}")
         if step + 1 == self.traced:
-            for name in ("activations", "backward"):  # a kernel may leave the end of an array
+            for name in ("activations", "backward"):  # unwritten ends of arrays must hash alike
                 self.device.zero(self.model.arenas[name])
             self.trace = Trace(self.model, self.line).__enter__()
         return noted
@@ -149,7 +151,7 @@ def compared(path, trace, step):
         return f"wrote {path}: {len(trace.lines)} arrays that the kernels of step {step} wrote"
     with np.load(path) as file:
         lines, line, numbers = file["lines"].tolist(), file["line"], file["numbers"]
-    for i, (here, there) in enumerate(zip(trace.lines, lines)):
+    for i, (here, there) in enumerate(zip_longest(trace.lines, lines, fillvalue=("nothing", ""))):
         if here != there:
             place = (first_difference(trace.numbers, numbers) if line == trace.line == i else
                      f"; a trace with --line {i}, here and there, shows its numbers")
@@ -162,6 +164,8 @@ def main(arguments=None):
     """Everything from the flags to the verdict. Raises UserError."""
     names, others, more = split_versions(arguments, FLAGS)
     flags = parse_flags(__doc__, FLAGS, [*names, *others])
+    if flags.line >= 0 and not flags.trace:
+        raise UserError(f"--line {flags.line}: expected --trace FILE, too")
     run, first = Path(flags.run), vars(flags)["from"]
     rows = rows_of(run)
     last = first if flags.trace else flags.to or max(rows)

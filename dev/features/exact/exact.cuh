@@ -22,8 +22,8 @@ __device__ To with_bits_of(From x) {
     memcpy(&same, &x, sizeof x);
     return same;
 }
-// e^f * 2^n for |f| <= log(2)/2, by Cephes's polynomial, with n + 12582912 = 1.5 * 2^23 + n given. As in
-// dev/cpu/kernels.cpp: n = 128 makes infinity, n = -127 zero.
+// e^f * 2^n for |f| <= log(2)/2, by Cephes's polynomial. shifted = 1.5 * 2^23 + n, a float whose lowest bits are n. As
+// in dev/cpu/kernels.cpp: n = 128 makes infinity, n = -127 zero.
 __device__ float power(float f, float shifted) {
     float p = 1.9875691500e-4f;
     p = p * f + 1.3981999507e-3f;

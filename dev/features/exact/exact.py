@@ -29,16 +29,16 @@ ARITHMETIC = SOURCE.with_suffix(".cuh")
 
 # ---- Devices: the same grids, blocks and arithmetic
 
-# What decides over the order of sums: shares of a sum, and how many rows fit a block
+# Sizes that fix the order of sums: shares of a sum, and how many rows fit a block
 SAME = dict(multiprocessors=128, max_shared=98 * 1024)  # bytes, which GPUs from 8.0 on have
 
 
 class Products:
     """A mixin in front of a device: exact.cu multiplies."""
-    enough = SAME["multiprocessors"]  # blocks for all of them
+    enough = SAME["multiprocessors"]  # blocks that occupy the GPU
 
     def matmul(self, out, left, right, bias=None, accumulate=False, gelu=None, dgelu_at=None):
-        """As Cuda.matmul. Larger tiles are faster if there are enough, and give the same bits."""
+        """As Cuda.matmul. Tiles of 128 are faster if they fill the GPU, and give the same bits."""
         (I, J), K = out.shape, len(right)
         transposed_l, stride_l = stride_of(left)
         transposed_r, stride_r = stride_of(right)
@@ -60,8 +60,8 @@ class ExactCuda(Products):
         super().compile(sources)
 
     def module_of(self, code):
-        """As Cuda's. CuPy would have NVRTC flush numbers below 1.2e-38 to zero, which no CPU does:
-        so it is called here, and its program is kept in a file."""
+        """As Cuda's. CuPy makes NVRTC flush numbers below 1.2e-38 to zero, which the CPU's loops do
+        not. So NVRTC is called here, and its program is kept in a file."""
         from cupy.cuda.compiler import compile_using_nvrtc
         code = source_of(ARITHMETIC) + code
         options = *self.OPTIONS, "--split-compile=0", *self.switches()
@@ -108,7 +108,7 @@ DEVICES = {"cuda": ExactCuda, "cpu": ExactLoops, "emulated": ExactEmulated}
 
 
 class Power(float):
-    """A number whose powers are the nearest, as those of a C library need not be."""
+    """A number whose powers are decimal ones: the last bit of pow depends on the C library."""
 
     def __pow__(self, n):
         return float(Decimal(float(self)) ** n)
@@ -184,7 +184,7 @@ class ExactTraining:
             values = (sums - np.int32(6 * 65535)).astype(np.float32) / np.float32(65536)
             values = (values * np.float32(row.std) + np.float32(row.mean)).reshape(whole_shape(row))
             if row.name == "wte":
-                values[self.config.V :] = 0  # no word
+                values[self.config.V :] = 0  # padding
             yield row.name, values
 
     def learning_rate(self, step):
@@ -230,7 +230,7 @@ class LastHash:
 
 
 OTHERS = {
-    "ranks": "several processes: their sums have another order", "Llama3": "Llama 3",
+    "ranks": "several processes, whose sums have another order", "Llama3": "Llama 3",
     "muon": "--optimizer muon", "dropout": "--dropout", "recompute 1": "--recompute",
     "recompute 2": "--recompute", "masked targets": "masked targets", "moments": "--moments",
     "outliers": "-sl and -sg", "label smoothing": "--label-smoothing", "relu": "--attention relu",
@@ -238,7 +238,8 @@ OTHERS = {
 FEATURE = Feature(
     "exact", lambda flags, ranks: flags.exact, ExactModel, ExactTraining,
     device=lambda flags: DEVICES.get(flags.device, ExactCuda), observer=LastHash, sources=(SOURCE,),
-    excludes={name: f"--exact 1: does not go with {what}" for name, what in OTHERS.items()},
+    excludes={name: f"--exact 1: does not go with {what}; leave one out"
+              for name, what in OTHERS.items()},
     refuses=lambda flags: f"--exact 1 --dtype {flags.dtype}: expected --dtype fp32" * bool(
         flags.exact and flags.dtype not in (None, "fp32")),
     flags=(
