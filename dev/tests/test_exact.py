@@ -257,7 +257,7 @@ def test_verify(folder):
     check("the same trace", re.search(r"step 2: all \d\d+ arrays .* are the same", said), said)
     with np.load(folder / "2.npz") as file:
         np.savez(folder / "2.npz", **{**file, "lines": file["lines"][:-1]})
-    check_error(r"step 2 differs: first in line (\d+) of \1, kernel", *trace, *ON, **VERIFY)
+    check_error(r"step 2 differs: first in line (?P<n>\d+) of (?P=n), ", *trace, *ON, **VERIFY)
     check_error("--line 3: expected --trace FILE", run, "--line", 3, *ON, **VERIFY)
 
 
