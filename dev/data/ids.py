@@ -39,7 +39,7 @@ def read_ids(path, V):
                         "and a text has --vocab")
     ids = read_array(path) if path.suffix.lower() == ".npy" else read_numbers(path, V or MOST)
     for ok, wish in ((ids.dtype.kind in "iu", "whole numbers: ids.astype(np.uint16)"),
-                     (ids.ndim == 1, "one row: ids.ravel()"), (ids.size, "some")):
+                     (ids.ndim == 1, "one row: ids.ravel()"), (ids.size, "at least one id")):
         if not ok:
             raise UserError(f"{path}: has ids of the type {ids.dtype} and the shape {ids.shape}; "
                             f"expected {wish}")

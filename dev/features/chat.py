@@ -1,15 +1,15 @@
 """--chat: load the model once, and talk with it, a line of stdin at a time.
 
-The model sees all that was said: the lines, each behind a newline, and its own continuations. Turn
-number i, counted from 0, has the seed --seed + i, so that --sample with that seed and all of the
-text before repeats it. The keys and values of earlier turns are kept (see kv_cache.py), so a turn
-costs no more than its own words. Where the turns reach T tokens (-t), the oldest leave until half
-of T is free: that costs one pass over those that stay, and stderr says it. A turn that is longer
-than T by itself goes on like a long --sample: the model sees its last T tokens.
+The model sees the whole chat: the lines, each after a newline, and its own answers. Answer number
+i, from 0, has the seed --seed + i, so --sample with that seed and the text before repeats it. The
+keys and values of earlier turns are kept (see kv_cache.py), so a turn costs only its own tokens.
+When the turns exceed T tokens (-t), the oldest are dropped until half of T is free: that costs one
+pass over the others, and stderr says so. A single turn that is longer than T goes on like a long
+--sample: the model sees its last T tokens.
 
 A line /reset begins anew. A blank line is skipped. A line that cannot be a prompt is reported on
-stderr, and the exit status is then 1. In a terminal, Ctrl-C ends an answer, of which the model sees
-as much as was written, and Ctrl-D ends the program.
+stderr, and the exit status is then 1. In a terminal, Ctrl-C ends an answer, and the model sees as
+much of it as was written; Ctrl-D ends the program.
 
 --answer: the text of --sample, and each line of --chat, is what a user says: it is put into the
 template of dev/data/chats.py that the model was fine-tuned with, and an answer ends where the
@@ -91,7 +91,7 @@ class Chatting:
                  f"T = {self.T:,} tokens (-t)")
 
     def drawn_behind(self, turn):
-        """Yield the tokens of an answer to the newest turn, which get part of it."""
+        """Yield the tokens of an answer, and append each to the newest turn."""
         flags = self.flags
         coins, left = sample.coins_of(next(self.seeds)), flags.sample_tokens
         while left:
@@ -109,11 +109,11 @@ class Chatting:
         return [*self.opening(), *itertools.chain(*self.turns)]
 
     def seen(self):
-        """As said. If they are more than T, the oldest leave."""
+        """As said. If they are more than T, the oldest turns are dropped."""
         if len(self.said()) > self.T and len(self.turns) > 1:
             while len(self.said()) > self.T // 2 and len(self.turns) > 1:
                 del self.turns[0]
-            getattr(self.model, "forget", list)()  # what stays has other positions
+            getattr(self.model, "forget", list)()  # positions shift; list: nothing is kept
         return self.said()
 
     def opening(self):
@@ -188,8 +188,8 @@ def refused(number, why):
 
 
 FEATURE = Feature("chat", lambda flags, ranks: flags.chat, training=Chatting, flags=(
-    Flag(None, "--chat", "switch", 0, "1: continue each line of stdin by -g tokens, after the "
-         "lines before it, and do not train", sample.GROUP, after="--samples", replayed=False,
+    Flag(None, "--chat", "switch", 0, "1: read turns from stdin, a line each, answer each by up to "
+         "-g tokens, and do not train", sample.GROUP, after="--samples", replayed=False,
          may_differ=True),))
 ANSWERS = Feature(
     "answers", lambda flags, ranks: flags.answer and flags.sample is not None, training=Answering,

@@ -935,14 +935,14 @@ __device__ void draw_likeliest(const TokenPass& p, const Dates& dates, Total* ca
 // by latency: weights are read without a break, because they do not depend on what the blocks wait
 // for, and what else a phase reads is brought to L2 a phase ahead.
 //
-// Phases from..to-1 run: all, all but the head, or one. If the likeliest tokens are drawn, it makes several passes,
-// so that the weights of the next one are on their way, too: each block tells the others its
-// candidates, and each chooses. All blocks must be on the GPU at once, since they wait for each
-// other: it has room for them, and a cooperative launch is an error if not. On a CPU there may be
-// only one if there are several phases. No block is so far ahead that it overwrites what another
-// still reads: each number of a phase depends on all of those before, and each block has rows of a
-// layer's weights. But a block without a row of a product does not wait for what it multiplies,
-// which may be overwritten then.
+// Phases from..to-1 run: all, all but the head, or one. If the likeliest tokens are drawn, it makes
+// several passes, so that the weights of the next one are on their way, too: each block tells the
+// others its candidates, and each chooses. All blocks must be on the GPU at once, since they wait
+// for each other: it has room for them, and a cooperative launch is an error if not. On a CPU there
+// may be only one if there are several phases. No block is so far ahead that it overwrites what
+// another still reads: each number of a phase depends on all of those before, and each block has
+// rows of a layer's weights. But a block without a row of a product does not wait for what it
+// multiplies, which may be overwritten then.
 //
 // ring is shared memory: places for weights on their way, the list of products, and behind it the
 // rows that a product reads, or attention's numbers. Items: blocks, at most as many as the GPU has

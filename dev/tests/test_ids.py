@@ -55,7 +55,7 @@ def test_refusals(folder, monkeypatch):
             ("negative.npy: has ids from -.* to 590, .*; expected 0 to 599", "negative.npy"),
             ("half.npy: has ids of the type float64 .* expected whole numbers", "half.npy"),
             (r"rows.npy: .* and the shape \(100, 5\); expected one row", "rows.npy"),
-            ("none.npy: .*; expected some", "none.npy"),
+            ("none.npy: .*; expected at least one id", "none.npy"),
             ("odd.bin: has 3 bytes; expected ids", "odd.bin"),
             ("the input has 19 tokens, and needs at least 20", "few.npy"),
             ("objects.npy: is no .npy file of numbers", "objects.npy"),

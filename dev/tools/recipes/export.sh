@@ -11,7 +11,7 @@
 #     NAME.Modelfile       with that for Ollama: ollama create NAME -f NAME.Modelfile
 #
 # Then it asks --chat, transformers and llama.cpp, all greedily and in fp32. A program that is not
-# here is left out, and one that answers otherwise than --chat is an error. Ollama was not at hand.
+# installed is skipped, and an answer unlike --chat's is an error. It never ran with Ollama.
 set -euo pipefail
 
 run=${1:-nothing}
@@ -32,8 +32,10 @@ trainer = ["-m", "dev.llama3.train_llama3"] if llama else ["train_gpt2.py"]
 own = subprocess.run(
     [sys.executable, *trainer, *f"-e {run} --chat --answer --temperature 0 -g 64 --device cpu".split()],
     input="\n".join(turns), capture_output=True, text=True)
-if own.returncode or "oldest turns forgotten" in own.stderr:
-    sys.exit(f"error: {own.stderr}\nexpected turns that fit into T")
+if own.returncode:
+    sys.exit(f"error: --chat failed: {own.stderr}")
+if "oldest turns forgotten" in own.stderr:
+    sys.exit("error: expected turns that fit into T: --chat forgot the oldest")
 
 
 def transformers():
