@@ -46,7 +46,8 @@ class Flag(NamedTuple):
 
 
 def with_older(before, table):
-    """The flags of a run, {key: value}, with those that its version did not have."""
+    """The flags of a run, {key: value}, and those that its version lacked, as it trained without
+    them."""
     return {flag.key: flag.of_older for flag in table} | before
 
 

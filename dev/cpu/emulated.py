@@ -113,7 +113,7 @@ class Emulated(Host):
         if self.races:
             flags.remove("-fopenmp")
             flags += races.MORE_FLAGS
-        elif not self.students:  # who are told the lines of calls, which an inlined one keeps
+        elif not self.students:  # an inlined call's line is known, which students are told
             flags.append("-DWITH_CALLS")
         libraries = races.LIBRARIES if self.races else []
         own = flags_for_students(found_compiler()) if self.students else []

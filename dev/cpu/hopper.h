@@ -77,7 +77,8 @@ struct WarpGroup {
             static thread_local float A[64][32], B[32][192], D[64][192];  // stacks are small
             memset(D, 0, sizeof D);
             // row r of A, or column r of B, has its number k at to[r * step + k * step_of_k]
-            auto fill = [&](float* to, int step, int step_of_k, int rows, unsigned long long description, bool of_rows) QUIET {
+            auto fill = [&](float* to, int step, int step_of_k, int rows, unsigned long long description,
+                            bool of_rows) QUIET {
                 float some[16];
                 const int n = depth / 2;  // numbers in 16 bytes
                 const int down = of_rows ? step_of_k : step, across = of_rows ? step : step_of_k;

@@ -34,6 +34,7 @@ OUTPUT = SOURCE.with_suffix(".cuh")  # in place of kernels.cu's struct Output
 # What dropout.cuh's struct adds: counter, part, threshold, n, branch, site, scale, key, first
 FIELDS = np.dtype("u8, u8, u8, u8, u8, i4, f4, u8, u8")
 NONE = np.array([(0, 0, 0, 0, 0, 0, 1, 0, 0)], FIELDS)  # times 1: samples' norms keep a branch
+
 # What makes a branch, and which site of its layer that is
 SITES = {"attproj": 1, "fcproj": 2}
 

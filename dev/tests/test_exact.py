@@ -23,7 +23,7 @@ from dev.features.devices import ON_CPU, FastCuda
 from dev.features.exact import exact
 from dev.features.exact.exact import ARITHMETIC, SOURCE, ExactLoops, ExactTraining
 from dev.features.feature import stack
-from dev.tests.checks import EXACT, TOP, check, check_refusal, fast, output_of, with_numbers
+from dev.tests.checks import EXACT, TOP, check, check_refusal, fast, normal, output_of, with_numbers
 from dev.tests.models import model_class, on_device
 from dev.tests.trainings import check_error, check_resumed, ran, token_files, trained
 from train_gpt2 import pack_batch, source_of
@@ -70,6 +70,32 @@ def test_functions(device_name, folder):
             check(name, close.all(), (x[~close][:3], got[~close][:3]))
     bits = exact.hash_of(np.where(np.isnan(found), 0, found).tobytes())
     check("the bits of every machine", bits == "c214276b559f0fd5", bits)
+
+
+def test_product(device_name):
+    """A product by large tiles and by small ones, in each layout, with a bias or added: the right
+    numbers, and the bits of the CPU's loop."""
+    c = Config(C=64, NH=2)
+    device = device_for(device_name, c, "exact_product", "exact_small_product")
+    loops = device_for("cpu", c)
+
+    def drawn(*shape):
+        return normal(*shape).astype(np.float32)
+
+    for I, J, K in ((4, 4, 4), (132, 68, 20), (8, 136, 300)):
+        for layout, adds, device.enough in itertools.product((0, 1, 2), (False, True), (0, 10**9)):
+            left = drawn(K, I).T if layout == 2 else drawn(I, K)
+            right = drawn(K, J) if layout else drawn(J, K).T
+            before, bias, found = drawn(I, J), None if adds else drawn(J), []
+            for each in (device, loops):
+                on = [on_device(each, x.T).T if x.flags.f_contiguous else on_device(each, x)
+                      for x in (left, right)]
+                out = on_device(each, before)
+                each.matmul(out, *on, None if adds else on_device(each, bias), adds)
+                found.append(each.get(out))
+            name = f"{I}x{J}x{K}, layout {layout}, {adds}, {device.enough}"
+            yield f"{name}: the loop's", *found, EXACT
+            yield name, found[0], np.float64(left) @ right + (before if adds else bias), 1e-6
 
 
 def first_parameters(c):

@@ -96,8 +96,8 @@ void exact_attention_forward(real* out, float* lse, const real* qkv, float scale
                     for (int c = 0; c < HS; c++) y[first + i][c] *= correction;
                     largest[i] = top;
                 }
-                multiply_tiles(y[first], y.columns, scores[0] + key, scores.columns, 1, v[key], v.columns, rows, HS, keys,
-                               true);
+                multiply_tiles(y[first], y.columns, scores[0] + key, scores.columns, 1, v[key], v.columns, rows, HS,
+                               keys, true);
             }
             for (long i = 0; i < rows; i++) {
                 float sum = (totals[i][0] + totals[i][1]) + (totals[i][2] + totals[i][3]), inverse = 1.0f / sum;

@@ -21,7 +21,8 @@ import numpy as np
 from dev.common.cache import cache_folder
 from dev.cpu.emulated import Emulated
 from dev.features.feature import Feature, Flag, kernels_of, stack
-from train_gpt2 import Cuda, Row, ceil_div, replace_file, source_of, stride_of, whole_shape
+from train_gpt2 import (Cuda, Row, UserError, ceil_div, replace_file, source_of, stride_of,
+                        whole_shape)
 
 SOURCE = kernels_of(__file__)
 ARITHMETIC = SOURCE.with_suffix(".cuh")
@@ -62,13 +63,17 @@ class ExactCuda(Products):
     def module_of(self, code):
         """As Cuda's. CuPy makes NVRTC flush numbers below 1.2e-38 to zero, which the CPU's loops do
         not. So NVRTC is called here, and its program is kept in a file."""
-        from cupy.cuda.compiler import compile_using_nvrtc
+        from cupy.cuda.compiler import CompileException, compile_using_nvrtc
         code = source_of(ARITHMETIC) + code
         options = *self.OPTIONS, "--split-compile=0", *self.switches()
         key = hash_of(repr((code, options, self.capability, self.cupy.__version__)).encode())
         path = cache_folder() / f"exact_{key}.cubin"
         if not path.exists():
-            replace_file(path, [compile_using_nvrtc(code, options)[0]])
+            try:
+                program, _ = compile_using_nvrtc(code, options)
+            except CompileException as e:
+                raise UserError(f"NVRTC could not compile kernels.cu for --exact:\n{e}") from None
+            replace_file(path, [program])
         return self.cupy.RawModule(path=str(path))
 
 
