@@ -12,10 +12,12 @@ backward pass. A step has three meetings, where all ranks wait for each other:
 
 To a kernel, the slots of a rank are one array as the gradients are, whose pieces lie in the memory
 of their owners (peers.py). Pieces are cut without regard to tensors, which lie in an arena without
-gaps, and go to the ranks in turn, so that a product's result goes to all of them. What a product
-does not set at once, as other kernels' gradients, and those that several micro-batches add up, is
-copied there behind the last backward pass. A state file has llm.c's shares, for which all ranks
-exchange their own. Validations, samples and state files need whole parameters: one more meeting.
+gaps, and go to the ranks in turn, so that a product's result goes to all of them. Gradients that
+several products add up are copied there beside the backward pass, as soon as they are complete: of
+layers in the last of several micro-batches, and of wte, when the head has its part; the embedding
+adds to it there. What is small follows behind the last backward pass. A state file has llm.c's
+shares, for which all ranks exchange their own. Validations, samples and state files need whole
+parameters: one more meeting.
 
 Muon, --moments bf16, --sums bf16, and ranks that share no memory do without: the line "sums" at the
 start says so. Slots take 4 bytes a parameter.
@@ -36,7 +38,7 @@ SOURCE, MEETING = kernels_of(__file__), kernels_of(__file__).with_name("meet.cu"
 
 class Stretch(NamedTuple):
     """Some of the numbers of all parameters, from start to stop: a matrix of a layer, or a whole
-    tensor."""
+    tensor. slot: where this rank's gradient of them goes."""
     start: int
     stop: int
     l: int  # None: no matrix of a layer
@@ -52,11 +54,10 @@ def stretches_of(table, gradients, slot):
         size = row.size // (row.layers if of_layers else 1)
         for l in range(row.size // size):
             start = begun // 4 + l * size
-            whole = getattr(gradients, row.name)
-            found.append(Stretch(start, start + size, l if of_layers else None,
-                                 whole[l] if of_layers else whole,
-                                 slot[start : start + size].reshape(row.shape) if of_layers
-                                 else None))
+            gradient = getattr(gradients, row.name)
+            gradient = gradient[l] if of_layers else gradient
+            found.append(Stretch(start, start + size, l if of_layers else None, gradient,
+                                 slot[start : start + size].reshape(gradient.shape)))
     return found
 
 
@@ -148,6 +149,7 @@ class Slotted:
         self.slots, self.shares = peers.addresses(slots), peers.addresses(self.each)
         self.all_slots, self.slot = slots, slots[self.rank]  # all: NumPy unmaps what nobody holds
         self.stretches = stretches_of(table, self.grads, self.slot)
+        self.of_head, = (each for each in self.stretches if each.gradient is self.head.dw)
         self.meet()  # once before a step is recorded
 
     def meet(self):
@@ -220,25 +222,51 @@ class Slotted:
     def micro_step(self):
         if self.micro == self.micros - 1:
             self.device.slots = {address_of(each.gradient): each.slot for each in self.stretches
-                                 if each.slot is not None}
+                                 if each.l is not None}
         super().micro_step()
+
+    def backward_pass(self):
+        if self.summing:
+            self.send_gradients([self.of_head])
+        super().backward_pass()
+
+    def layer_backward(self, l):
+        """Products have taken the slots that they have filled."""
+        super().layer_backward(l)
+        if self.summing:
+            self.send_gradients([each for each in self.stretches if each.l == l and
+                       self.device.slots.pop(address_of(each.gradient), None) is not None])
+
+    def send_gradients(self, stretches):
+        """Copy gradients into their slots, beside the work that follows."""
+        via = self.ranks.via
+        if stretches:
+            with via.fork():
+                pass
+            via.after(lambda: self.fill_slots(stretches))
+
+    def fill_slots(self, stretches):
+        gradients = self.arenas["gradients"].view(np.float32)
+        for start, stop in joined(stretches):
+            self.device.launch("fill_slot", stop - start, self.slot[start:], gradients[start:],
+                               stop - start)
 
     def sum_part(self, part):
         """Nothing is left to be summed."""
 
     def queue_sums(self):
-        """The end of a step's last backward pass. Products have taken the slots that they have
-        filled."""
+        """The end of a step's last backward pass."""
         super().queue_sums()
-        gradients, left = self.arenas["gradients"].view(np.float32), self.device.slots
-        self.device.slots = {}
-        for start, stop in joined(each for each in self.stretches if each.slot is None
-                                  or address_of(each.gradient) in left):
-            self.device.launch("fill_slot", stop - start, self.slot[start:], gradients[start:],
-                               stop - start)
+        self.fill_slots(each for each in self.stretches
+                        if each.l is None and each is not self.of_head)
 
     def embedding_backward(self):
+        whole = self.grads.wte
+        if self.summing:
+            self.ranks.via.join()  # the head's part is there
+            self.grads.wte = self.of_head.slot if whole is self.of_head.gradient else whole
         super().embedding_backward()
+        self.grads.wte = whole
         if self.summing:
             self.meet()
 
