@@ -277,13 +277,13 @@ def test_verify(folder):
     check_error(r"step 1 differs: first in line 7 of \d+, kernel attention_forward in "
                 r"layer_forward, layer 0 wrote atty\[.*\], of \d+ of 1024 numbers that differ: "
                 ".* here, .* there", constant, "--trace", trace, "--line", 7, *ON, **VERIFY)
-    trace = run, "--from", 2, "--trace", folder / "2.npz"
+    trace = run, "--from", 7, "--trace", folder / "7.npz"  # behind a checkpoint
     ran(*trace, *ON, **VERIFY)
     said = ran(*trace, "--", "--device", "emulated", **VERIFY)
-    check("the same trace", re.search(r"step 2: all \d\d+ arrays .* are the same", said), said)
-    with np.load(folder / "2.npz") as file:
-        np.savez(folder / "2.npz", **{**file, "lines": file["lines"][:-1]})
-    check_error(r"step 2 differs: first in line (?P<n>\d+) of (?P=n), ", *trace, *ON, **VERIFY)
+    check("the same trace", re.search(r"step 7: all \d\d+ arrays .* are the same", said), said)
+    with np.load(folder / "7.npz") as file:
+        np.savez(folder / "7.npz", **{**file, "lines": file["lines"][:-1]})
+    check_error(r"step 7 differs: first in line (?P<n>\d+) of (?P=n), ", *trace, *ON, **VERIFY)
     check_error("--line 3: expected --trace FILE", run, "--line", 3, *ON, **VERIFY)
 
 

@@ -69,7 +69,7 @@ class Replayed:
         if rate != noted and not self.flags.minutes:
             raise UserError(f"step {step + 1} differs: its learning rate is {noted} in log.jsonl, "
                             f"and the run's flags give {rate}")
-        if step + 1 == self.traced:
+        if self.model and step + 1 == self.traced:  # -y 1 compares rates before there is a model
             for name in ("activations", "backward"):  # unwritten ends of arrays must hash alike
                 self.device.zero(self.model.arenas[name])
             self.trace = Trace(self.model, self.line).__enter__()
