@@ -149,7 +149,7 @@ Ranked.at_once = 1  # each layer by itself
 waiting, train_step, next_logits = [], Sharded.train_step, GPT2.next_logits
 def late(call):
     return lambda *args: waiting.append((call, args))
-for name in ("sum", "largest", "sum_pieces", "sum_at", "gather", "copy_from", "after"):
+for name in ("sum", "largest", "sum_pieces", "sum_at", "gather", "copy_from", "beside"):
     setattr(Mpi, name, late(getattr(Mpi, name)))
 def join(via):
     for call, args in waiting:

@@ -66,8 +66,9 @@ class Nccl:
         """Work queued from now on waits for all collectives so far."""
         self.cupy.cuda.get_current_stream().wait_event(self.stream.record())
 
-    def after(self, work):
-        """Do work(), which queues kernels, on the collectives' stream: after those so far."""
+    def beside(self, work):
+        """Do work(), which queues kernels: after the work so far, beside the work that follows."""
+        self.stream.wait_event(self.cupy.cuda.get_current_stream().record())
         with self.stream:
             work()
 
@@ -140,7 +141,7 @@ class Mpi:
             print("WARNING: mpirun lets a rank use less than its share of the cores: give it "
                   "--bind-to none", flush=True)
 
-    def after(self, work):
+    def beside(self, work):
         work()
 
     def sum(self, array):

@@ -3,12 +3,11 @@ A meeting of all ranks' GPUs, in their own memory: see peers.py. Compiled after 
 */
 
 // The ranks' next meeting. A letter is a value with the date of the meeting over it, and goes out in one store. A rank
-// sends one to each, and waits for theirs. What it has written before, by this kernel or earlier ones of its stream,
-// can be seen by who has its letter: they have ended, unless this one is launched as their programmatic dependent, and
-// a fence holds for all that its thread knows of. Each box has
-// two rows of letters, for even and odd dates: a rank may be at the next meeting while others still read. boxes: the
-// addresses of all ranks' boxes (2, ranks); date: of the last meeting; values (ranks) = the values. Bound by latency.
-// Items: threads.
+// sends one to each, and waits for theirs. Whoever has a rank's letter sees all that the rank wrote in earlier kernels
+// of its stream: they have ended when this one begins (it must not be launched as a programmatic dependent), and the
+// fence orders their writes before the letter. A box has two rows, for even and odd dates: a fast rank may send the
+// next letter while a slow one still reads this one. It cannot be two ahead. boxes: the addresses of all ranks' boxes
+// (2, ranks); date: of the last meeting; values (ranks) = the values. Bound by latency. Items: threads.
 BLOCK(32, threads)
 extern "C" __global__ void meet(const size_t* __restrict__ boxes, unsigned* date, float* __restrict__ values,
                                 const float* __restrict__ value, int rank, int ranks) {

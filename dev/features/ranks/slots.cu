@@ -1,9 +1,9 @@
 /*
 Sums of slots, and parameters from their owners: see slots.py. Compiled after kernels.cu.
 
-Pieces of `piece` numbers belong to the ranks in turn, and a rank's share has its pieces one after another. So number i
-of rank's share is number (i / piece * ranks + rank) * piece + i % piece of all. Slots and shares are arrays in the
-memory of several ranks, given by their addresses.
+Pieces of `piece` numbers go to the ranks in turn: piece k is rank k % ranks', and is piece k / ranks of its share. So
+number i of rank's share is number (i / piece * ranks + rank) * piece + i % piece of all. Slots and shares are arrays
+in the memory of several ranks, given by their addresses.
 */
 
 namespace slots {
@@ -31,12 +31,15 @@ extern "C" __global__ void add_slots(float* __restrict__ gradients, const size_t
     store(gradients + i, sum);
 }
 
-// slot (n) = gradients (n), which may lie in other GPUs' memory. Bound by the way there. Items: n numbers, a multiple
-// of 4.
+// slot (n) = gradients (n), from number `first` on to the end, and then those before it. A slot lies in several GPUs'
+// memory. Bound by the way there. Items: n numbers, a multiple of 4, as first is.
 BLOCK(256, 4 * threads)
-extern "C" __global__ void fill_slot(float* __restrict__ slot, const float* __restrict__ gradients, size_t n) {
+extern "C" __global__ void fill_slot(float* __restrict__ slot, const float* __restrict__ gradients, size_t n,
+                                     size_t first) {
     size_t i = 4 * ((size_t)blockIdx.x * blockDim.x + threadIdx.x);
-    if (i < n) store(slot + i, load<4>(gradients + i));
+    if (i >= n) return;
+    i += i < n - first ? first : first - n;
+    store(slot + i, load<4>(gradients + i));
 }
 
 // Numbers `first` to first + n of all parameters = those in their owners' shares. Bound by the way from there. Items: n

@@ -3,8 +3,8 @@
 Each parameter has an owner, the rank with its moments, and each rank a slot for its gradient in the
 owner's memory. The product that makes the gradient of a weight writes it there, through NVLink. The
 owner adds up the slots, in the order of ranks, and updates the parameters; from its share the
-others copy them while they compute the next step's layers. So no kernel sums gradients beside the
-backward pass. A step has three meetings, where all ranks wait for each other:
+others copy them while they compute the next step's layers. So no kernel of NCCL runs beside the
+backward pass, only copies. A step has three meetings, where all ranks wait for each other:
 
     slots are filled          and all have copied the parameters: owners may change these
     norms of shares are there
@@ -12,12 +12,12 @@ backward pass. A step has three meetings, where all ranks wait for each other:
 
 To a kernel, the slots of a rank are one array as the gradients are, whose pieces lie in the memory
 of their owners (peers.py). Pieces are cut without regard to tensors, which lie in an arena without
-gaps, and go to the ranks in turn, so that a product's result goes to all of them. Gradients that
-several products add up are copied there beside the backward pass, as soon as they are complete: of
-layers in the last of several micro-batches, and of wte, when the head has its part; the embedding
-adds to it there. What is small follows behind the last backward pass. A state file has llm.c's
-shares, for which all ranks exchange their own. Validations, samples and state files need whole
-parameters: one more meeting.
+gaps, and go to the ranks in turn, so that a product's result goes to all of them. What a product
+does not set at once is copied to its slot: the head's part of wte beside the layers' backward pass,
+the embedding then adds its rows in the slot; layers' matrices behind each layer, in the last of
+several micro-batches; biases, norms and wpe last. A state file has llm.c's shares, for which all
+ranks exchange their own. Validations, samples and state files need whole parameters: one more
+meeting.
 
 Muon, --moments bf16, --sums bf16, and ranks that share no memory do without: the line "sums" at the
 start says so. Slots take 4 bytes a parameter.
@@ -41,7 +41,7 @@ class Stretch(NamedTuple):
     tensor. slot: where this rank's gradient of them goes."""
     start: int
     stop: int
-    l: int  # None: no matrix of a layer
+    l: int  # a matrix's layer; None: biases, norms, embeddings, the head
     gradient: object
     slot: object
 
@@ -143,7 +143,8 @@ class Slotted:
                 pieces * self.piece * np.dtype(self.device.real).itemsize)]
         except OSError as e:
             raise UserError(f"the ranks' shared memory has no room for slots ({e}): expected "
-                            "a smaller -b, a larger /dev/shm for CPUs, or --slots 0") from None
+                            "a smaller -b, a larger /dev/shm for CPUs, a higher ulimit -n, or "
+                            "--slots 0") from None
         arenas["param share"] = self.each[self.rank].view(np.uint8)[:nbytes]
         self.masters[0] = self.share_views("param share")
         self.slots, self.shares = peers.addresses(slots), peers.addresses(self.each)
@@ -200,10 +201,7 @@ class Slotted:
         super().gather()
 
     def gather_part(self, part):
-        via = self.ranks.via
-        with via.fork():
-            pass
-        via.after(lambda: self.copy_part(part))
+        self.ranks.via.beside(lambda: self.copy_part(part))
 
     def copy_part(self, part):
         """Copy the parameters of a layer's matrices from their owners' shares; None: all others."""
@@ -231,25 +229,24 @@ class Slotted:
         super().backward_pass()
 
     def layer_backward(self, l):
-        """Products have taken the slots that they have filled."""
+        """What is still in device.slots no product has put there."""
         super().layer_backward(l)
-        if self.summing:
-            self.send_gradients([each for each in self.stretches if each.l == l and
-                       self.device.slots.pop(address_of(each.gradient), None) is not None])
+        left = [each for each in self.stretches if each.l == l
+                and self.device.slots.pop(address_of(each.gradient), None) is not None]
+        if left:
+            self.send_gradients(left)
 
     def send_gradients(self, stretches):
-        """Copy gradients into their slots, beside the work that follows."""
-        via = self.ranks.via
-        if stretches:
-            with via.fork():
-                pass
-            via.after(lambda: self.fill_slots(stretches))
+        self.ranks.via.beside(lambda: self.fill_slots(stretches))
 
     def fill_slots(self, stretches):
+        """Copy gradients. Each rank begins with another owner's piece, so that all owners get as
+        much at any time."""
         gradients = self.arenas["gradients"].view(np.float32)
         for start, stop in joined(stretches):
-            self.device.launch("fill_slot", stop - start, self.slot[start:], gradients[start:],
-                               stop - start)
+            n = stop - start
+            self.device.launch("fill_slot", n, self.slot[start:], gradients[start:], n,
+                               self.rank * self.piece % n)
 
     def sum_part(self, part):
         """Nothing is left to be summed."""
