@@ -502,7 +502,7 @@ class Fp8Sharded:
         super().gather_part(part)
         if part is not None:
             last = part == self.config.L - 1
-            self.ranks.via.after(lambda: self.device.cast_layer(part, last))
+            self.ranks.via.beside(lambda: self.device.cast_layer(part, last))
 
 
 def refused(flags):
