@@ -13,10 +13,8 @@ void add_slots(float* gradients, const size_t* slots, size_t n, size_t piece, in
     }
 }
 
-// slot (n) = gradients (n), whichever number is the first
-void fill_slot(float* slot, const float* gradients, size_t n, size_t first) {
-    std::copy(gradients, gradients + n, slot);
-}
+// slot (n) = gradients (n)
+void fill_slot(float* slot, const float* gradients, size_t n) { std::copy(gradients, gradients + n, slot); }
 
 // Numbers `first` to first + n of all parameters = those in their owners' shares
 void gather_shares(real* params, const size_t* shares, size_t first, size_t n, size_t piece, int ranks) {

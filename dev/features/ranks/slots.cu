@@ -31,15 +31,12 @@ extern "C" __global__ void add_slots(float* __restrict__ gradients, const size_t
     store(gradients + i, sum);
 }
 
-// slot (n) = gradients (n), from number `first` on to the end, and then those before it. A slot lies in several GPUs'
-// memory. Bound by the way there. Items: n numbers, a multiple of 4, as first is.
+// slot (n) = gradients (n), which may lie in other GPUs' memory. Bound by the way there. Items: n numbers, a multiple
+// of 4.
 BLOCK(256, 4 * threads)
-extern "C" __global__ void fill_slot(float* __restrict__ slot, const float* __restrict__ gradients, size_t n,
-                                     size_t first) {
+extern "C" __global__ void fill_slot(float* __restrict__ slot, const float* __restrict__ gradients, size_t n) {
     size_t i = 4 * ((size_t)blockIdx.x * blockDim.x + threadIdx.x);
-    if (i >= n) return;
-    i += i < n - first ? first : first - n;
-    store(slot + i, load<4>(gradients + i));
+    if (i < n) store(slot + i, load<4>(gradients + i));
 }
 
 // Numbers `first` to first + n of all parameters = those in their owners' shares. Bound by the way from there. Items: n

@@ -4,7 +4,7 @@ Each parameter has an owner, the rank with its moments, and each rank a slot for
 owner's memory. The product that makes the gradient of a weight writes it there, through NVLink. The
 owner adds up the slots, in the order of ranks, and updates the parameters; from its share the
 others copy them while they compute the next step's layers. So no kernel of NCCL runs beside the
-backward pass, only copies. A step has three meetings, where all ranks wait for each other:
+backward pass. A step has three meetings, where all ranks wait for each other:
 
     slots are filled          and all have copied the parameters: owners may change these
     norms of shares are there
@@ -13,11 +13,9 @@ backward pass, only copies. A step has three meetings, where all ranks wait for 
 To a kernel, the slots of a rank are one array as the gradients are, whose pieces lie in the memory
 of their owners (peers.py). Pieces are cut without regard to tensors, which lie in an arena without
 gaps, and go to the ranks in turn, so that a product's result goes to all of them. What a product
-does not set at once is copied to its slot: the head's part of wte beside the layers' backward pass,
-the embedding then adds its rows in the slot; layers' matrices behind each layer, in the last of
-several micro-batches; biases, norms and wpe last. A state file has llm.c's shares, for which all
-ranks exchange their own. Validations, samples and state files need whole parameters: one more
-meeting.
+does not set at once, as other kernels' gradients, and those that several micro-batches add up, is
+copied there behind the last backward pass. A state file has llm.c's shares, for which all ranks
+exchange their own. Validations, samples and state files need whole parameters: one more meeting.
 
 Muon, --moments bf16, --sums bf16, and ranks that share no memory do without: the line "sums" at the
 start says so. Slots take 4 bytes a parameter.
@@ -38,7 +36,7 @@ SOURCE, MEETING = kernels_of(__file__), kernels_of(__file__).with_name("meet.cu"
 
 class Stretch(NamedTuple):
     """Some of the numbers of all parameters, from start to stop: a matrix of a layer, or a whole
-    tensor. slot: where this rank's gradient of them goes."""
+    tensor."""
     start: int
     stop: int
     l: int  # a matrix's layer; None: biases, norms, embeddings, the head
@@ -54,10 +52,11 @@ def stretches_of(table, gradients, slot):
         size = row.size // (row.layers if of_layers else 1)
         for l in range(row.size // size):
             start = begun // 4 + l * size
-            gradient = getattr(gradients, row.name)
-            gradient = gradient[l] if of_layers else gradient
-            found.append(Stretch(start, start + size, l if of_layers else None, gradient,
-                                 slot[start : start + size].reshape(gradient.shape)))
+            whole = getattr(gradients, row.name)
+            found.append(Stretch(start, start + size, l if of_layers else None,
+                                 whole[l] if of_layers else whole,
+                                 slot[start : start + size].reshape(row.shape) if of_layers
+                                 else None))
     return found
 
 
@@ -150,7 +149,6 @@ class Slotted:
         self.slots, self.shares = peers.addresses(slots), peers.addresses(self.each)
         self.all_slots, self.slot = slots, slots[self.rank]  # all: NumPy unmaps what nobody holds
         self.stretches = stretches_of(table, self.grads, self.slot)
-        self.of_head, = (each for each in self.stretches if each.gradient is self.head.dw)
         self.meet()  # once before a step is recorded
 
     def meet(self):
@@ -220,50 +218,25 @@ class Slotted:
     def micro_step(self):
         if self.micro == self.micros - 1:
             self.device.slots = {address_of(each.gradient): each.slot for each in self.stretches
-                                 if each.l is not None}
+                                 if each.slot is not None}
         super().micro_step()
-
-    def backward_pass(self):
-        if self.summing:
-            self.send_gradients([self.of_head])
-        super().backward_pass()
-
-    def layer_backward(self, l):
-        """What is still in device.slots no product has put there."""
-        super().layer_backward(l)
-        left = [each for each in self.stretches if each.l == l
-                and self.device.slots.pop(address_of(each.gradient), None) is not None]
-        if left:
-            self.send_gradients(left)
-
-    def send_gradients(self, stretches):
-        self.ranks.via.beside(lambda: self.fill_slots(stretches))
-
-    def fill_slots(self, stretches):
-        """Copy gradients. Each rank begins with another owner's piece, so that all owners get as
-        much at any time."""
-        gradients = self.arenas["gradients"].view(np.float32)
-        for start, stop in joined(stretches):
-            n = stop - start
-            self.device.launch("fill_slot", n, self.slot[start:], gradients[start:], n,
-                               self.rank * self.piece % n)
 
     def sum_part(self, part):
         """Nothing is left to be summed."""
 
     def queue_sums(self):
-        """The end of a step's last backward pass."""
+        """The end of a step's last backward pass. Products have taken the slots that they have
+        filled."""
         super().queue_sums()
-        self.fill_slots(each for each in self.stretches
-                        if each.l is None and each is not self.of_head)
+        gradients, left = self.arenas["gradients"].view(np.float32), self.device.slots
+        self.device.slots = {}
+        for start, stop in joined(each for each in self.stretches if each.slot is None
+                                  or address_of(each.gradient) in left):
+            self.device.launch("fill_slot", stop - start, self.slot[start:], gradients[start:],
+                               stop - start)
 
     def embedding_backward(self):
-        whole = self.grads.wte
-        if self.summing:
-            self.ranks.via.join()  # the head's part is there
-            self.grads.wte = self.of_head.slot if whole is self.of_head.gradient else whole
         super().embedding_backward()
-        self.grads.wte = whole
         if self.summing:
             self.meet()
 
