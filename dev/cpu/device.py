@@ -59,7 +59,7 @@ class Cpu(Host):
     """The CPU, all of its cores. dtype, c, beside: as for train_gpt2.Cuda. CXX names the compiler
     and CXXFLAGS adds flags to it. Raises UserError."""
     hopper, emulator = False, Emulated
-    AHEAD, INSTEAD = (), ""  # files ahead of the loops; how loops begin that take another's place
+    INSTEAD = ""  # how loops begin that take another's place
     multiprocessors = 16  # shares of a sum over rows: each costs a row of partial sums
     # A loop takes any row, and an item of attention is a head.
     attention_sizes = SimpleNamespace(rows=2**30, threads=1, shared_forward=0, shared_backward=0)

@@ -86,7 +86,7 @@ class Emulated(Host):
 
     def compile(self, sources):
         """Compile these files, unless it is done, and find the kernels."""
-        self.path = self.build(sources)
+        self.path = self.build([*self.AHEAD, *sources])
         self.library = loaded(self.path, "kernels.cu")
         self.set_order(os.environ.get("CUDA_ON_CPU_ORDER") or "forward", "CUDA_ON_CPU_ORDER")
         if self.students:

@@ -38,6 +38,7 @@ class Host:
     "tf32" or "bf16"; c: the model's Config."""
     name, max_shared = "cpu", 227 * 1024 - 1024  # bytes, as on an H100
     Fault = ()  # a kernel that goes wrong here is a UserError, or a signal
+    AHEAD = ()  # files to compile ahead of a device's
     CONTRACTION = ()  # flags for C++: whether a product and a sum may become an fmaf
 
     def __init__(self, dtype, c):

@@ -25,19 +25,15 @@ from dev.features.exact.exact import ARITHMETIC, SOURCE, ExactLoops, ExactTraini
 from dev.features.feature import stack
 from dev.tests.checks import EXACT, TOP, check, check_refusal, fast, normal, output_of, with_numbers
 from dev.tests.models import model_class, on_device
+from dev.tests.small_kernels import kernel, launch
 from dev.tests.trainings import check_error, check_resumed, ran, token_files, trained
 from train_gpt2 import pack_batch, source_of
 
 VERIFY, ON = dict(program="dev.tools.verify"), ("--", "--device", "cpu")
-FUNCTIONS = """
-BLOCK(256, threads)
-extern "C" __global__ void functions(float* out, const float* x, int n) {
-    int i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i >= n) return;
+FUNCTIONS = kernel("functions", "float* out, const float* x, int n", """    if (i >= n) return;
     out[i] = expf(x[i]), out[n + i] = power_of_2(x[i]);
     out[2 * n + i] = logf(x[i]), out[3 * n + i] = log2f(x[i]);
-}
-"""
+""")
 
 
 def device_for(name, c, *only, source=SOURCE):
@@ -57,9 +53,7 @@ def test_functions(device_name, folder):
     x = np.concatenate([np.arange(0x00800000, 0x7F800000, 199999, np.uint32),
                         np.arange(0x3F000000, 0x3FC00000, 4999, np.uint32)]).view(np.float32)
     x = np.concatenate([x, -x, np.float32([0, np.inf, -np.inf, np.nan])])
-    out = on_device(device, np.zeros((4, x.size), np.float32))
-    device.launch("functions", x.size, out, on_device(device, x), x.size)
-    found = device.get(out)
+    found, _ = launch(device, "functions", x.size, np.zeros((4, x.size), np.float32), x, x.size)
     with np.errstate(all="ignore"):
         for name, got in zip(("exp", "exp2", "log", "log2"), found):
             wish = getattr(np, name)(np.float64(x))

@@ -14,7 +14,6 @@ replays such a run on another machine.
 import hashlib
 import re
 from decimal import Decimal
-from types import SimpleNamespace
 
 import numpy as np
 
@@ -80,30 +79,27 @@ class ExactCuda(Products):
 class ExactCpu:
     """What both devices of the CPU share."""
     multiprocessors, max_shared = SAME.values()
-    CONTRACTION = ("-ffp-contract=off",)
+    AHEAD, CONTRACTION = (ARITHMETIC,), ("-ffp-contract=off",)
 
 
 class ExactEmulated(ExactCpu, Products):
     """A mixin in front of Emulated."""
     max_threads = 1024
 
-    def compile(self, sources):
-        super().compile([ARITHMETIC, *sources])
-
 
 class ExactLoops(ExactCpu):
     """A mixin in front of Cpu, whose loops called exact_... take the place of others. Two kernels
     are fast enough when they are emulated."""
-    AHEAD, INSTEAD, emulator = (ARITHMETIC,), "exact_", stack(Emulated, [ExactEmulated])
+    INSTEAD, emulator = "exact_", stack(Emulated, [ExactEmulated])
 
     def __init__(self, dtype, c, beside=()):
         super().__init__(dtype, c, [*dict.fromkeys([*beside, SOURCE])])
-        threads, of_row = (384, 32) if c.C <= 768 else (256, 32) if c.C <= 1280 else (512, 128)
-        self.layernorm_sizes = SimpleNamespace(threads=threads, row_threads=of_row,
-                                               shared_of_row=2 * 3 * 4 * c.C)
         self.loops.pop("encoder_backward_wte", None)
         if self.unknown:  # nor multiply by NumPy
             self.matmul = self.emulated.matmul
+        else:
+            self.emulated = self.emulate(self.kernels.keys() - self.loops.keys())
+        self.layernorm_sizes = self.emulated.layernorm_sizes
 
 
 DEVICES = {"cuda": ExactCuda, "cpu": ExactLoops, "emulated": ExactEmulated}
