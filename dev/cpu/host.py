@@ -184,10 +184,16 @@ def key_of(command, text, files):
 
 def for_all(command, text, files):
     """A command without the switches that neither a text nor the files know, so that it is the same
-    for more kernels."""
+    for more kernels; and without the folder of a header that such a switch names behind it."""
     known = set(re.findall(r"\w+", text + "".join(path.read_text("utf-8") for path in files)))
-    switch = re.compile(r"-D(\w+)")
-    return [word for word in command if not switch.match(word) or switch.match(word)[1] in known]
+    switch, kept = re.compile(r"-D(\w+)(=<)?"), []
+    for word in command:
+        found = switch.match(word)
+        if not found or found[1] in known:
+            kept.append(word)
+        elif found[2] and kept[-1].startswith("-I"):  # as of header_switches
+            kept.pop()
+    return kept
 
 
 # What g++ says of a function that calls itself, and must be inlined
