@@ -69,6 +69,10 @@ FEATURES = [LLAMA, *(path for path in SOURCES
 LAB = [TOP / "dev/lab/tiles.cu", *sorted((TOP / "dev/lab/kernels").glob("*.cu"))]
 LAB_WGMMA = [LLAMA, *(path for path in LAB
                       if re.search("HAS_WGMMA|HEAD_LD", path.read_text("utf-8")))]
+# Files whose kernels differ between fp32 and TF32: those that multiply on tensor cores, and those
+# that change what attention stores.
+IN_TF32 = {FUSED, dropout.SOURCE, LLAMA, *(path for path in [*FEATURES, *FIVE, *LAB]
+                                           if re.search("mma|tiles::", path.read_text("utf-8")))}
 
 
 def compile_for(gpu, dtype, c, beside=(), spilled=SPILLED, unused=None):
@@ -142,12 +146,15 @@ def main():
                       for gpu, model, *_ in others if gpu in some)]
         # which has heads of up to 64 channels
         own = [gpu for gpu in gpus if gpu != "sm_75" or dtype == "fp32"]
-        lab = {gpu: LAB_WGMMA for gpu in gpus if gpu == "sm_90a"} | {gpus[-1]: LAB}
+        tf32 = IN_TF32 if few and dtype == "tf32" else {*FEATURES, *FIVE, *LAB}
+        lab = {gpu: LAB_WGMMA for gpu in gpus if gpu == "sm_90a"} | {
+            gpus[-1]: [path for path in LAB if path in tf32]}
         more = [(gpu, HEADS[channels]) for gpu, (of, channels) in few.items() if of == dtype]
         if not few:
             more = [(gpu, c) for gpu in own for c in HEADS.values()
                     if c != SMALL and gpu != "sm_75"]
-        large = others if dtype != "tf32" or not few else others[:1]
+        large = others if dtype != "tf32" or not few else [
+            (gpus[-1], LARGE_HEADS, [path for path in [*FEATURES, *FIVE] if path in tf32])]
         turns = [(gpu, SMALL, TURNS, 0) for gpu in own
                  if (gpu, dtype) == ("sm_90a", "bf16")]
         summed = [(gpu, SMALL, [FUSED, *beside]) for gpu in (own[-1:] if few else own)
