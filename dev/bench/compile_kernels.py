@@ -13,7 +13,7 @@ The same rules hold for heads of 80, 96 and 128 channels, and for two more model
 128 channels and Llama 3's kernels, and one with 4,096 channels. These two are compiled for the last
 GPU named, and for sm_90a, where attention has code of its own for such heads. GPT-2's layernorms,
 which Llama does not use, may spill there. The kernel lab is compiled too, where naive versions may
-spill: for the last GPU only, except for the kernels that use wgmma.
+spill: for the last GPU only, except for the kernels that use tensor cores.
 """
 import dataclasses
 import re
@@ -64,15 +64,10 @@ LLAMA = Config3.SOURCES[-1]
 DTYPES = {"fp32": ["-DFP32"], "tf32": ["-DTF32"], "bf16": ["-DBF16"],
           "fp8": ["-DBF16", *output_switches(FP8_OUTPUT)]}
 TURNS = [*GELU, SWIGLU[-1], SYMMETRIC[-1], PIPELINE[-1]]
-FEATURES = [LLAMA, *(path for path in SOURCES
-                     if path not in (FP8, *FP8_GELU, *FIVE, *TURNS))]
+FEATURES = [LLAMA, *(path for path in SOURCES if path not in (FP8, *FP8_GELU, *FIVE, *TURNS))]
 LAB = [TOP / "dev/lab/tiles.cu", *sorted((TOP / "dev/lab/kernels").glob("*.cu"))]
-LAB_WGMMA = [LLAMA, *(path for path in LAB
-                      if re.search("HAS_WGMMA|HEAD_LD", path.read_text("utf-8")))]
-# Files whose kernels differ between fp32 and TF32: those that multiply on tensor cores, and those
-# that change what attention stores.
-IN_TF32 = {FUSED, dropout.SOURCE, LLAMA, *(path for path in [*FEATURES, *FIVE, *LAB]
-                                           if re.search("mma|tiles::", path.read_text("utf-8")))}
+# What multiplies on tensor cores, in which alone fp32 and TF32 differ
+LAB_MMA = [LLAMA, *(path for path in LAB if re.search("mma|tiles::", path.read_text("utf-8")))]
 
 
 def compile_for(gpu, dtype, c, beside=(), spilled=SPILLED, unused=None):
@@ -146,17 +141,14 @@ def main():
                       for gpu, model, *_ in others if gpu in some)]
         # which has heads of up to 64 channels
         own = [gpu for gpu in gpus if gpu != "sm_75" or dtype == "fp32"]
-        tf32 = IN_TF32 if few and dtype == "tf32" else {*FEATURES, *FIVE, *LAB}
-        lab = {gpu: LAB_WGMMA for gpu in gpus if gpu == "sm_90a"} | {
-            gpus[-1]: [path for path in LAB if path in tf32]}
+        rounds = few and dtype == "tf32"
+        lab = {"sm_90a": LAB_MMA, gpus[-1]: LAB_MMA if rounds else LAB}
         more = [(gpu, HEADS[channels]) for gpu, (of, channels) in few.items() if of == dtype]
         if not few:
             more = [(gpu, c) for gpu in own for c in HEADS.values()
                     if c != SMALL and gpu != "sm_75"]
-        large = others if dtype != "tf32" or not few else [
-            (gpus[-1], LARGE_HEADS, [path for path in [*FEATURES, *FIVE] if path in tf32])]
-        turns = [(gpu, SMALL, TURNS, 0) for gpu in own
-                 if (gpu, dtype) == ("sm_90a", "bf16")]
+        large = [(gpus[-1], LARGE_HEADS, [LLAMA, FUSED, dropout.SOURCE])] if rounds else others
+        turns = [("sm_90a", SMALL, TURNS, 0)] * (dtype == "bf16" and "sm_90a" in own)
         summed = [(gpu, SMALL, [FUSED, *beside]) for gpu in (own[-1:] if few else own)
                   for beside in ([], [dropout.SOURCE])]
         summed += [(gpu, c, [DOCUMENTS]) for gpu in own if gpu == "sm_90a"

@@ -184,16 +184,11 @@ def key_of(command, text, files):
 
 def for_all(command, text, files):
     """A command without the switches that neither a text nor the files know, so that it is the same
-    for more kernels; and without the folder of a header that such a switch names behind it."""
+    for more kernels; nor the folder of a header that such a switch names (-I, -DOUTPUT=<name>)."""
     known = set(re.findall(r"\w+", text + "".join(path.read_text("utf-8") for path in files)))
-    switch, kept = re.compile(r"-D(\w+)(=<)?"), []
-    for word in command:
-        found = switch.match(word)
-        if not found or found[1] in known:
-            kept.append(word)
-        elif found[2] and kept[-1].startswith("-I"):  # as of header_switches
-            kept.pop()
-    return kept
+    unknown = lambda word: (found := re.match(r"-D(\w+)", word)) and found[1] not in known
+    return [word for word, behind in zip(command, [*command[1:], ""]) if not unknown(word) and not (
+        word.startswith("-I") and "=<" in behind and unknown(behind))]
 
 
 # What g++ says of a function that calls itself, and must be inlined
