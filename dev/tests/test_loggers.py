@@ -92,6 +92,8 @@ def stand_in(folder, monkeypatch):
         calls.unlink()
         return found
 
+    # Python would take a module of the same size, written in the same second, for the one it has
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.syspath_prepend(folder / "modules")
     make.calls = read
     yield make
