@@ -141,13 +141,13 @@ def main():
                       for gpu, model, *_ in others if gpu in some)]
         # which has heads of up to 64 channels
         own = [gpu for gpu in gpus if gpu != "sm_75" or dtype == "fp32"]
-        rounds = few and dtype == "tf32"
-        lab = {"sm_90a": LAB_MMA, gpus[-1]: LAB_MMA if rounds else LAB}
+        as_fp32 = few and dtype == "tf32"  # whose other kernels are compiled already
+        lab = {"sm_90a": LAB_MMA, gpus[-1]: LAB_MMA if as_fp32 else LAB}
         more = [(gpu, HEADS[channels]) for gpu, (of, channels) in few.items() if of == dtype]
         if not few:
             more = [(gpu, c) for gpu in own for c in HEADS.values()
                     if c != SMALL and gpu != "sm_75"]
-        large = [(gpus[-1], LARGE_HEADS, [LLAMA, FUSED, dropout.SOURCE])] if rounds else others
+        large = [(gpus[-1], LARGE_HEADS, [LLAMA, FUSED, dropout.SOURCE])] if as_fp32 else others
         turns = [("sm_90a", SMALL, TURNS, 0)] * (dtype == "bf16" and "sm_90a" in own)
         summed = [(gpu, SMALL, [FUSED, *beside]) for gpu in (own[-1:] if few else own)
                   for beside in ([], [dropout.SOURCE])]

@@ -186,9 +186,16 @@ def for_all(command, text, files):
     """A command without the switches that neither a text nor the files know, so that it is the same
     for more kernels; nor the folder of a header that such a switch names (-I, -DOUTPUT=<name>)."""
     known = set(re.findall(r"\w+", text + "".join(path.read_text("utf-8") for path in files)))
-    unknown = lambda word: (found := re.match(r"-D(\w+)", word)) and found[1] not in known
-    return [word for word, behind in zip(command, [*command[1:], ""]) if not unknown(word) and not (
-        word.startswith("-I") and "=<" in behind and unknown(behind))]
+
+    def unknown(word):
+        switch = re.match(r"-D(\w+)", word)
+        return switch and switch[1] not in known
+
+    def leads_nowhere(word, behind):
+        return word.startswith("-I") and "=<" in behind and unknown(behind)
+
+    return [word for word, behind in zip(command, [*command[1:], ""])
+            if not (unknown(word) or leads_nowhere(word, behind))]
 
 
 # What g++ says of a function that calls itself, and must be inlined

@@ -181,7 +181,7 @@ def mean_moments(device):
     for _ in range(steps):
         model.start_step(learning_rate=0.0, seed=42)
         model.update_pass()
-        model.norm_of = lambda gradients: None  # which stays
+        model.norm_of = lambda gradients: None  # the norm stays
     for name, wish, limit in (("m", gradient, 1e-4), ("v", gradient**2 * (1 - 0.999**steps), 1e-3)):
         found = to_float(device.get(model.arenas[f"adam {name}"].view(BF16)))
         yield f"the mean of {name}", np.mean(found, dtype=np.float64), wish, limit

@@ -67,7 +67,8 @@ class Nccl:
         self.cupy.cuda.get_current_stream().wait_event(self.stream.record())
 
     def beside(self, work):
-        """Do work(), which queues kernels: after the work so far, beside the work that follows."""
+        """Do work(), which queues kernels, on the collectives' stream: after these and the work so
+        far, beside the work that follows."""
         self.stream.wait_event(self.cupy.cuda.get_current_stream().record())
         with self.stream:
             work()
